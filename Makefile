@@ -5,11 +5,12 @@ export PYTHON
 VENV  := .venv
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
 # Of the plugins that come with libraries only those the tests use: to load the others takes a second.
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install train sft evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
+.PHONY: help install install-cluster train sft evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +24,12 @@ install: $(STAMP)  ## make .venv, or bring it up to date
 # Written last by install.sh, so that a half-finished install does not count. A named extra is always compared with what is there.
 $(STAMP): pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EXTRA),FORCE)
 	@bash scripts/install.sh
+
+# Tests and linters need more packages than a training does.
+$(VENV)/.installed-%: pyproject.toml constraints.txt scripts/install.sh $(if $(SLIPSTREAM_EXTRA),FORCE)
+	@bash scripts/install.sh $*
+
+install-cluster: $(VENV)/.installed-cluster  ## the same with what `ray job submit` and KubeRay need
 
 train: $(STAMP)  ## train: one command, one machine
 	@$(PY) -m scripts.train $(ARGS)
@@ -45,19 +52,19 @@ retriever: $(STAMP)  ## serve the documents of a corpus to search: make retrieve
 predict: $(STAMP)  ## predict other configurations of a run, and say what to change: make predict ARGS="run=runs/latest"
 	@$(PY) -m scripts.predict $(ARGS)
 
-test: $(STAMP)  ## unit and system tests
-	@$(PYTEST) tests/unit tests/system -n 2 --dist loadfile -m "not slow" $(ARGS)
+test: $(DEV)  ## unit and system tests
+	@$(PYTEST) tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
-test-slow: $(STAMP)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
-	@$(PYTEST) tests/system -n 2 --dist loadfile -m slow $(ARGS)
+test-slow: $(DEV)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
+	@$(PYTEST) tests/cluster tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
-unit: $(STAMP)  ## unit tests only: seconds
-	@$(PYTEST) tests/unit -n 2 --dist worksteal $(ARGS)
+unit: $(DEV)  ## unit tests only: a minute or two
+	@$(PYTEST) tests/unit -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-gpu-check: $(STAMP)  ## check everything on one GPU, in less than nine minutes a call
+gpu-check: $(DEV)  ## check everything on one GPU, in less than nine minutes a call
 	@$(PY) -m scripts.bench.gpu $(ARGS)
 
-lint: $(STAMP)  ## ruff check, ruff format --check, pyright
+lint: $(DEV)  ## ruff check, ruff format --check, pyright
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m pyright

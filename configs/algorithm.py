@@ -3,8 +3,9 @@
 The functions behind the names are in trainer/, which is not imported here: a config is checked before torch is loaded.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # Notation: mu is the policy that sampled a token, pi_old the proximal policy, pi the policy that learns, r = pi / mu,
 # w = pi_old / mu.
@@ -18,11 +19,16 @@ class Proximal(Enum):
     current = "current"
     """The policy before this step, which leaves pi_old / mu to algorithm.correction (decoupled PPO)."""
     interpolated = "interpolated"
-    """For a token that is d > 0 steps old, log pi_old = log mu + (d - 1) / d * (log pi - log mu)."""
+    """An interpolation: for a token that is d > 0 steps old, log pi_old = log mu + (d - 1) / d * (log pi - log mu)."""
+    exact = "exact"
+    """The policy that sampled the token, as the trainer computes it: pi_old / mu is what tells engine and trainer
+    apart under the same weights, and pi / pi_old what tells two versions apart. The trainer keeps
+    rollout.max_staleness versions in host memory."""
 
 
 class LossAggregation(Enum):
-    """How the losses of a step's tokens become one number. Means are over all ranks and micro-batches together."""
+    """The reduction of the losses of a step's tokens to one number. Means are over all ranks and micro-batches
+    together."""
 
     token_mean = "token_mean"
     """Mean over all tokens (DAPO)."""
@@ -33,67 +39,74 @@ class LossAggregation(Enum):
     seq_mean_token_mean = "seq_mean_token_mean"
     """Mean over each trajectory's tokens, mean over trajectories (GRPO)."""
     seq_mean_token_sum_norm = "seq_mean_token_sum_norm"
-    """seq_mean_token_sum divided by loss_horizon (Dr. GRPO)."""
+    """The value of seq_mean_token_sum, divided by loss_horizon (Dr. GRPO)."""
 
 
 class KLEstimator(Enum):
-    """How KL(pi || pi_ref) is estimated from the sampled token alone, with d = log pi - log pi_ref."""
+    """The estimator of KL(pi || pi_ref) from the sampled token alone, with d = log pi - log pi_ref."""
 
     k1 = "k1"
-    """d: unbiased. For the reward only: as a loss, its mean gradient is 0 on policy."""
+    """The difference d: unbiased. It is for the reward only: as a loss, its mean gradient is 0 on policy."""
     k2 = "k2"
-    """d^2 / 2: biased, with the right gradient on policy."""
+    """The square d^2 / 2: biased, with the right gradient on policy."""
     k3 = "k3"
-    """exp(-d) - 1 + d: unbiased and never negative. d is clamped to +-20, the estimate to 10."""
+    """The value exp(-d) - 1 + d: unbiased and never negative. d is clamped to +-20, the estimate to 10."""
 
 
 class Correction(Enum):
-    """How the loss corrects for the gap between mu and the policy that learns: weights w, rejection by r, or both."""
+    """The correction of the loss for the gap between mu and the policy that learns: weights w, rejection by r, or
+    both."""
 
     auto = "auto"
-    """none with proximal=rollout, because the ratio of the loss is the correction; else token_is."""
+    """Nothing with proximal=rollout, because the ratio of the loss is the correction; else token_is."""
     none = "none"
     """No correction. The gap is still measured."""
     token_is = "token_is"
-    """min(w, importance_cap) for every token: truncated importance sampling."""
+    """Weights min(w, importance_cap) for every token: truncated importance sampling."""
     seq_is = "seq_is"
-    """min(product of w over the trajectory, importance_cap) for all its tokens."""
+    """Weights min(product of w over the sequence, importance_cap) for all its tokens. A trajectory with branches has
+    several sequences, and each is weighed by itself."""
     token_icepop = "token_icepop"
-    """w where icepop_low <= w <= icepop_high, else 0."""
+    """Weights w where icepop_low <= w <= icepop_high, else 0."""
     seq_is_rs = "seq_is_rs"
-    """seq_is, and rejects trajectories whose product of r is outside [0.5, 2]."""
+    """The weights of seq_is, and rejection of sequences whose product of r is outside [0.5, 2]."""
     geo_rs = "geo_rs"
-    """Rejects trajectories whose geometric mean of r is outside [0.999, 1.001]; with max_staleness > 0, widen them."""
+    """Rejects sequences whose geometric mean of r is outside [0.999, 1.001]; with max_staleness > 0, widen them."""
     geo_rs_token_tis = "geo_rs_token_tis"
-    """geo_rs with token_is."""
+    """The rejection of geo_rs with the weights of token_is."""
     geo_rs_seq_tis = "geo_rs_seq_tis"
-    """geo_rs with seq_is."""
+    """The rejection of geo_rs with the weights of seq_is."""
     k3_rs = "k3_rs"
-    """Rejects trajectories whose mean of k3 = r - 1 - log r is above 0.01."""
+    """Rejects sequences whose mean of k3 = r - 1 - log r is above 0.01."""
     k3_rs_token_tis = "k3_rs_token_tis"
-    """k3_rs with token_is."""
+    """The rejection of k3_rs with the weights of token_is."""
     k3_rs_seq_tis = "k3_rs_seq_tis"
-    """k3_rs with seq_is."""
+    """The rejection of k3_rs with the weights of seq_is."""
 
 
 class Rejection(Enum):
-    """What the policy loss leaves out: tokens, or trajectories by the sum, mean or maximum over their tokens. Kept are
-    rejection_low <= exp(k1) <= rejection_high with k1 = log r (verl's is log 1/r), and k2 = (log r)^2 / 2 and
-    k3 = r - 1 - log r up to rejection_high."""
+    """The tokens, or sequences by the sum, mean or maximum over their tokens, that the policy loss leaves out. Each
+    sequence of a trajectory with branches is judged by itself. It keeps rejection_low <= exp(k1) <= rejection_high with
+    k1 = log r (verl's is log 1/r), and k2 = (log r)^2 / 2 and k3 = r - 1 - log r up to rejection_high."""
 
     token_k1 = "token_k1"
     token_k2 = "token_k2"
     token_k3 = "token_k3"
     seq_sum_k1 = "seq_sum_k1"
-    """The trajectory's product of r."""
+    """The sequence's product of r."""
     seq_sum_k2 = "seq_sum_k2"
     seq_sum_k3 = "seq_sum_k3"
     seq_mean_k1 = "seq_mean_k1"
-    """The trajectory's geometric mean of r."""
+    """The sequence's geometric mean of r."""
     seq_mean_k2 = "seq_mean_k2"
     seq_mean_k3 = "seq_mean_k3"
+    seq_max_k1 = "seq_max_k1"
+    """Sequences with a token whose r is outside: outliers."""
     seq_max_k2 = "seq_max_k2"
     seq_max_k3 = "seq_max_k3"
+    opsm = "opsm"
+    """Off-policy sequence masking (DeepSeek-V3.2): tokens of a negative advantage, in sequences whose mean of
+    log mu - log pi is above rejection_high."""
 
 
 class Weights(Enum):
@@ -107,7 +120,7 @@ class Weights(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSpec:
-    """What a correction does."""
+    """The weights and the rejection that a correction consists of."""
 
     weights: Weights = Weights.none
     rejection: Rejection | None = None
@@ -133,15 +146,43 @@ CORRECTIONS = {
 """Every correction but `auto`, which stands for one of these."""
 
 
-GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline")
+def make_rejection(name: str, bounds: Any) -> CorrectionSpec:
+    """Return the rejection that an entry of algorithm.rejections names.
+
+    Example: make_rejection("token_k1", [0.5, 2]) == CorrectionSpec(Weights.none, Rejection.token_k1, 0.5, 2.0)
+
+    Raises:
+        ValueError: there is no such rejection, or it has other bounds: [low, high] for k1, [high] for the others.
+    """
+    if name not in Rejection.__members__:
+        raise ValueError(f"{name}: must be one of {', '.join(Rejection.__members__)}")
+    is_ratio = name.endswith("k1")
+    match bounds:
+        case [float() | int() as low, float() | int() as high] if is_ratio:
+            fits = 0 < low <= 1 <= high < float("inf")
+        case [float() | int() as high] if not is_ratio:
+            low, fits = None, 0 < high < float("inf")
+        case _:
+            low, high, fits = None, None, False
+    if not fits:
+        form = "[low, high], 0 < low <= 1 <= high" if is_ratio else "[high], 0 < high"
+        raise ValueError(f"{name}: must be {form}")
+    return CorrectionSpec(Weights.none, Rejection[name], low, high)
+
+
+GROUP_ADVANTAGES = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "reinforce_plus_plus_baseline", "maxrl", "gdpo")
 """The functions of trainer.advantages.estimators: one advantage per trajectory, from the rewards of its group."""
 RETURN_ADVANTAGES = ("reinforce_plus_plus", "remax")
-"""Those of trainer.advantages.returns: from the return of each token, without the others of the group."""
+"""The advantages of trainer.advantages.returns, which follow from the return of each token without the others of the
+group."""
+OPTIMAL_BASELINE = "otb"
+"""The name of the optimal token baseline, which compares a group place by place and needs what the policy says of every
+token."""
 DISTILLATION = "opd"
-"""On-policy distillation: the advantage of a token comes from the teacher alone."""
-ADVANTAGES = (*GROUP_ADVANTAGES, *RETURN_ADVANTAGES, "gae", DISTILLATION)
+"""The name of on-policy distillation, in which the advantage of a token comes from the teacher alone."""
+ADVANTAGES = (*GROUP_ADVANTAGES, *RETURN_ADVANTAGES, OPTIMAL_BASELINE, "gae", DISTILLATION)
 ADVANTAGE_PARAMETERS = ("groups", "algorithm")
-"""What a user's own advantage is called with."""
+"""The arguments that a user's own advantage is called with."""
 
 
 LOSSES = {
@@ -155,10 +196,13 @@ LOSSES = {
     "reinforce": LossAggregation.token_mean,
     "clip_cov": LossAggregation.token_mean,
     "kl_cov": LossAggregation.token_mean,
+    "luspo": LossAggregation.seq_mean_token_sum,
+    "vespo": LossAggregation.token_mean,
+    "m2po": LossAggregation.token_mean,
 }
 """The functions of these names in trainer.losses.policy, and how each is aggregated by default."""
 LOSS_PARAMETERS = ("tokens", "algorithm")
-"""What a user's own loss is called with."""
+"""The arguments that a user's own loss is called with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,56 +210,54 @@ class AlgorithmConfig:
     group_size: int = 8
     """Trajectories per prompt."""
     advantage: str = "grpo"
-    """grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline, reinforce_plus_plus, remax, gae, opd (the teacher
-    alone, whatever the reward), or `package.module:function` taking (groups, algorithm)."""
+    """One of grpo, rloo, opo, grpo_passk, gpg, reinforce_plus_plus_baseline, maxrl, gdpo, reinforce_plus_plus, remax,
+    otb, gae, opd (the teacher alone, whatever the reward), or `package.module:function` taking (groups, algorithm)."""
+    gdpo_weights: dict[str, float] = field(default_factory=dict)
+    """The rewards that gdpo normalises apart, by their names among the metrics that the reward reports, each with its
+    weight: {gsm8k: 1, format: 0.1} of rollout.reward=gsm8k+0.1*format. Your own estimators get them too (`terms`)."""
     teacher_coef: float = 1.0
-    """With teacher.path: every token's advantage has this times log p_teacher - log mu besides, the reverse KL."""
+    """Weight of the reverse KL to the teacher: log p_teacher - log mu times this is added to every token's
+    advantage. Needs teacher.path."""
     gamma: float = 1.0
-    """With gae: discount per token."""
+    """Discount per token, for gae."""
     gae_lambda: float = 1.0
-    """With gae: lambda, where 1 is the return minus the value and 0 the one-step temporal difference."""
+    """Lambda of gae, where 1 is the return minus the value and 0 the one-step temporal difference."""
     normalize_by_std: bool = True
-    """With grpo and grpo_passk: divide advantages by the standard deviation of a group's rewards; false is Dr. GRPO."""
+    """Divide the advantages of grpo, grpo_passk and each reward of gdpo by the standard deviation in their group; false
+    is Dr. GRPO."""
     turn_credit: bool = True
-    """Where an environment rewards turns: give each turn an advantage of its own, by what came from it on (estimators
-    that compare a group); false gives all turns that of the whole trajectory."""
+    """Give each turn that an environment rewards an advantage of its own, from the rewards of that turn and later
+    ones (estimators that compare a group); false gives all turns the advantage of the whole trajectory."""
     filter_groups: bool = False
     """Leave out groups whose rewards are all equal, and sample other prompts in their places (DAPO)."""
     max_sample_batches: int = 30
-    """With filter_groups: the run ends after sampling this many batches' worth of groups without filling one batch."""
+    """Largest number of batches' worth of groups that are sampled without filling one batch; then the run ends. Only
+    with filter_groups."""
     overlong_buffer_tokens: int = 0
     """The reward falls linearly over this many last tokens before rollout.max_response_tokens (DAPO); 0 is off."""
     overlong_penalty: float = 1.0
-    """With overlong_buffer_tokens: what the reward of a response of full length loses."""
+    """Largest penalty, subtracted from the reward of a response of full length. Only with overlong_buffer_tokens."""
     mask_truncated: bool = False
-    """Do not train on truncated responses; their rewards still count in the baseline of their group."""
+    """Leave truncated responses out of the training; their rewards still count in the baseline of their group."""
     loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, clip_cov, kl_cov, or `package.module:function`
-    taking (tokens, algorithm), as those in trainer/losses/policy.py do."""
+    """One of ppo_clip, gspo, cispo, sapo, gmpo, dppo_tv, dppo_kl, reinforce, clip_cov, kl_cov, luspo, vespo, m2po,
+    or `package.module:function` taking (tokens, algorithm), as those in trainer/losses/policy.py do."""
     loss_aggregation: LossAggregation | None = None
-    """token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or seq_mean_token_sum_norm; null is
-    seq_mean_token_mean for gspo, sapo and gmpo, and token_mean for the others."""
+    """One of token_mean, token_sum, seq_mean_token_sum, seq_mean_token_mean or seq_mean_token_sum_norm; null is
+    seq_mean_token_mean for gspo, sapo and gmpo, seq_mean_token_sum for luspo, and token_mean for the others."""
     loss_horizon: int | None = None
-    """With seq_mean_token_sum_norm: the divisor, in tokens; null is rollout.max_response_tokens."""
+    """Divisor of seq_mean_token_sum_norm, in tokens; null is rollout.max_response_tokens."""
     clip_ratio_low: float = 0.2
-    """The ratio is clipped below at 1 - this. gspo clips the trajectory's ratio (its paper: 3e-4, and 4e-4 above), gmpo
-    the log ratio (0.4); dppo bounds the divergence downwards (dppo_kl: about 0.05)."""
+    """The ratio is clipped below at 1 - this. gspo clips a sequence's ratio (its paper: 3e-4, and 4e-4 above), gmpo the
+    log ratio (0.4); dppo bounds the divergence downwards (dppo_kl: about 0.05)."""
     clip_ratio_high: float = 0.28
     """The ratio is clipped above at 1 + this (DAPO's clip-higher). For gspo, gmpo and dppo see clip_ratio_low."""
     clip_ratio_c: float = 3.0
     """Dual clip: with a negative advantage, a token's loss is at most this times |advantage|. dppo: cap of ratios."""
-    sapo_tau_positive: float = 1.0
-    """With sapo: temperature of the gate for advantages above 0."""
-    sapo_tau_negative: float = 1.05
-    """With sapo: temperature of the gate for advantages of at most 0."""
-    cov_ratio: float = 0.0002
-    """With clip_cov and kl_cov: share of the step's tokens that are clipped or penalised, at least one."""
-    clip_cov_low: float = 1.0
-    """With clip_cov: only tokens with a covariance above this are clipped."""
-    clip_cov_high: float = 5.0
-    """With clip_cov: only tokens with a covariance below this are clipped."""
+    m2_threshold: float = 0.04
+    """Largest mean of (log pi - log mu)^2 over the tokens that m2po trains: those with the largest are left out."""
     kl_cov_coef: float = 1.0
-    """With kl_cov: weight of |log ratio| on the penalised tokens."""
+    """Weight of |log ratio| on the tokens that kl_cov penalises."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     ce_coef: float = 0.0
@@ -223,30 +265,39 @@ class AlgorithmConfig:
     kl_loss_coef: float = 0.0
     """Weight of the KL to the reference, which is the frozen initial policy, in the loss."""
     kl_loss_estimator: KLEstimator = KLEstimator.k3
-    """Estimator of the KL in the loss: k2 or k3."""
+    """Estimator of the KL in the loss: k2 or k3, or k1 and k3 with kl_loss_unbiased."""
+    kl_loss_unbiased: bool = False
+    """Multiply the estimate of the KL in the loss by r = pi / mu, gradient included: its mean over what mu sampled, and
+    the mean of its gradient, are then those of KL(pi || pi_ref), however old the tokens (DeepSeek-V3.2), as long as
+    k3 is not at its limit of 10."""
+    kl_rollout_coef: float = 0.0
+    """Weight of (log r)^2, r = pi / mu, in the loss of every sampled token, rejected and clipped ones too: it keeps the
+    policy near the one that sampled (Kimi K2.5). prime-rl's kl_tau, 1e-3 there."""
     kl_reward_coef: float = 0.0
     """Weight of the KL from mu to the reference that a trajectory's reward loses; with gae, reinforce_plus_plus and
     remax, a token loses that of itself and of what follows."""
-    kl_reward_estimator: KLEstimator = KLEstimator.k1
-    """Estimator of the KL in the reward: k1, k2 or k3."""
     proximal: Proximal = Proximal.rollout
-    """Policy in the denominator of the clipped ratio: rollout, current or interpolated."""
+    """Policy in the denominator of the clipped ratio: rollout, current, interpolated or exact."""
     correction: Correction = Correction.auto
     """Correction for stale tokens: auto, none, token_is, seq_is, token_icepop, seq_is_rs, geo_rs, geo_rs_token_tis,
     geo_rs_seq_tis, k3_rs, k3_rs_token_tis or k3_rs_seq_tis."""
     importance_cap: float = 2.0
     """Importance weights pi_old / mu are truncated here. With proximal=rollout they are 1."""
     icepop_low: float = 0.5
-    """With token_icepop: smaller weights become 0."""
+    """Smallest weight of token_icepop: smaller ones become 0."""
     icepop_high: float = 5.0
-    """With token_icepop: larger weights become 0."""
+    """Largest weight of token_icepop: larger ones become 0."""
     rejection: Rejection | None = None
-    """token_k1 to _k3, seq_sum_k1 to _k3, seq_mean_k1 to _k3, seq_max_k2 or _k3; null is the correction's."""
+    """One of token_k1 to _k3, seq_sum_k1 to _k3, seq_mean_k1 to _k3, seq_max_k1 to _k3, opsm; null is the
+    correction's."""
     rejection_low: float | None = None
-    """With a k1 rejection: smallest ratio r = pi / mu that is kept, as in SkyRL; verl bounds 1 / r, so that its
-    threshold lo_hi is low=1/hi high=1/lo here. null is the correction's."""
+    """Smallest ratio r = pi / mu that a k1 rejection keeps, as in SkyRL; verl bounds 1 / r, so that its threshold
+    lo_hi is low=1/hi high=1/lo here. null is the correction's."""
     rejection_high: float | None = None
-    """Largest ratio r = pi / mu (k1) or divergence (k2, k3) that is kept; null is the correction's."""
+    """Largest ratio r = pi / mu (k1) or divergence (k2, k3, opsm) that is kept; null is the correction's."""
+    rejections: dict[str, Any] = field(default_factory=dict)
+    """Further rejections by name, with their bounds: [low, high] of a k1, [high] of another. A token stays that all
+    keep, and its weight is that of the correction: {token_k1: [0.5, 2], seq_mean_k1: [0.99, 1.01], opsm: [0.1]}."""
 
     @property
     def default_aggregation(self) -> LossAggregation:
@@ -254,8 +305,18 @@ class AlgorithmConfig:
 
     @property
     def learns_without_advantage(self) -> bool:
-        """Whether the loss of a token of advantage 0 can have a gradient, as a user's own may."""
+        """True where the loss of a token of advantage 0 can have a gradient, as a user's own may."""
         return self.loss == "kl_cov" or self.loss not in LOSSES
+
+    @property
+    def needs_old_versions(self) -> bool:
+        """True where the train workers score tokens with the weights that sampled them."""
+        return self.proximal is Proximal.exact
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """True where the driver needs what the policy says of all tokens before the step."""
+        return self.loss == "m2po" or self.advantage == OPTIMAL_BASELINE
 
     @property
     def needs_reference(self) -> bool:

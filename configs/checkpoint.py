@@ -15,6 +15,10 @@ OVERRIDES = "hydra"
 """Folder of the run folder with the overrides of its command line."""
 LATEST = "latest"
 """The link beside run folders to the one of the newest run."""
+INITIAL_MODEL = "initial_model"
+"""Folder of the run folder with the policy before the first step, where it was warmed up."""
+FLEET_SOCKET = "fleet.sock"
+"""In a run folder, while the run trains: the socket at which `scripts.fleet` reaches it."""
 MARKER = "COMPLETE.json"
 """File of a checkpoint that is written last."""
 
@@ -24,9 +28,12 @@ class CheckpointConfig:
     every: int = 20
     """Optimizer steps between checkpoints, each saved with the next update; one follows the last step. 0: none."""
     keep_last: int = 2
-    """How many of the newest checkpoints are kept."""
+    """The number of newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints of steps that are multiples of this are kept for good; itself a multiple of `every`, null: none."""
+    memory_every: int = 0
+    """Steps between copies of what the trainer has learned (weights, optimizer) in the memory of the ranks' machines,
+    and of another one if there are several: lost ranks restart from them instead of from the disk. 0: none."""
     timeout_s: float = 1800.0
     """Deadline in seconds for staging a save, past which the train workers restart, and for writing it, which fails."""
 
@@ -51,6 +58,6 @@ def read_config(path: Path) -> "DictConfig":
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint of this project, or a run folder, which stands for its newest checkpoint. A folder
-    of Hugging Face is neither, even when another trainer keeps its own checkpoints in it."""
+    """Return true for a checkpoint of this project, and for a run folder, which stands for its newest checkpoint. A
+    folder of Hugging Face is neither, even when another trainer keeps its own checkpoints in it."""
     return not (path / "config.json").is_file() and ((path / MARKER).is_file() or (path / CHECKPOINTS).is_dir())

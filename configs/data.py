@@ -1,6 +1,8 @@
 """Keys of the data, and what an entry of data.train_files and data.val_files names."""
 
+import contextlib
 import re
+import stat
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 
 
 class OverlongPrompts(Enum):
-    """What happens to a prompt of more than `max_prompt_tokens`."""
+    """The treatment of a prompt of more than `max_prompt_tokens`."""
 
     filter = "filter"
     """It is left out, and counted."""
@@ -16,50 +18,74 @@ class OverlongPrompts(Enum):
     """The run does not start."""
 
 
+class HiddenReasoning(Enum):
+    """The treatment of an assistant's `reasoning` that the model's chat template does not show."""
+
+    refuse = "refuse"
+    """The run does not start."""
+    drop = "drop"
+    """The answer is learned without it, and counted."""
+
+
 class Generated(Enum):
     """Problems that are made where no files are given. A tiny model is warmed up on their answers."""
 
     arithmetic = "arithmetic"
-    """Of two steps with small numbers, which the model computes itself: a text that follows a text."""
+    """Problems of two steps with small numbers, which the model computes itself: a text that follows a text."""
     calculator = "calculator"
-    """Of two to four steps with large numbers, for which it calls a tool: a chat, so its tokenizer has a template."""
+    """Problems of two to four steps with large numbers, for which the model calls a tool: a chat, so its tokenizer
+    has a template."""
     search_world = "search_world"
-    """Questions about a made-up world, which are answered by one or two searches: rollout.search.tags:agent_loop."""
+    """Questions about a made-up world, which are answered by one or two searches (rollout/environments/search)."""
+
+
+NO_FILES = "none"
+"""The value of data.val_files with which a run has no held-out set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     train_files: str | None = None
-    """JSONL or parquet files, folders of `save_to_disk` (a split by `folder@train`) and hub data sets
-    (`openai/gsm8k:main@train`), separated by commas. null, with val_files: generated word problems."""
+    """JSON files (an object a line, or one list) or parquet files, folders of `save_to_disk` (a split by
+    `folder@train`) and hub data sets (`openai/gsm8k:main@train`), separated by commas. null, with val_files: generated
+    word problems."""
     val_files: str | None = None
-    """The held-out set, in the form of train_files."""
+    """The held-out set, in the form of train_files; none: there is no held-out set, and a run evaluates nothing."""
+    val_share: float | None = None
+    """In place of val_files: the share of the prompts of train_files that is held out, such as 0.05. Their contents
+    decide which these are, so the same prompts are held out in every run, and none is trained on."""
     loader: str | None = None
     """`package.module:function` that takes the text of train_files or val_files and returns its rows as dicts."""
     loader_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of data.loader beside that text, and of data.demonstrations, by name: data.loader_args.data_seed=1."""
     demonstrations: str | None = None
-    """With data.loader and model.kind=tiny: `package.module:function` of (num, seed) that returns so many pairs of a
-    question and its answer, which the model is warmed up on in place of data.generated."""
+    """A `package.module:function` of (num, seed) that returns that many pairs of a question and its answer, on which
+    a model.kind=tiny is warmed up in place of data.generated. Needs data.loader."""
     generated: Generated = Generated.arithmetic
     """Problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, calculator (a
     chat in which a tool is called), or search_world (questions about made-up articles, answered by searches)."""
     num_train: int = 4000
-    """Without train_files: number of problems to generate."""
+    """Number of problems to generate where train_files is not set."""
     num_val: int | None = None
     """Most held-out problems to evaluate; null takes all (generated: 256)."""
     prompt_key: str = "question"
-    """Column of the question: text, or a list of messages that ends with the user's. A dot reaches into a column."""
+    """Column of the question: text, or a list of messages that ends with the user's or a tool's. A dot reaches into a
+    column."""
     answer_key: str = "answer"
     """Column of the reference answer, such as `reward_model.ground_truth`. GSM8K's answer follows `####`."""
     prompt_template: str = "Question: {question}\nAnswer: "
-    """Text of the prompt, in which `{question}` is replaced."""
+    """Text around the question (the user's last message), in which `{question}` is replaced."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template to the messages, or to the question as one; false joins their texts."""
+    """Apply the tokenizer's chat template to the messages and the row's tools, or to the question as one message; false
+    joins their texts."""
     max_prompt_tokens: int = 1024
     """Longest prompt. The engine's context is this plus rollout.max_response_tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
-    """What happens to longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
+    """Treatment of longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
+
+    @property
+    def holds_out(self) -> bool:
+        return self.val_files != NO_FILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +94,20 @@ class SftConfig:
 
     train_files: str | None = None
     """Conversations to learn, in the forms of data.train_files: rows with `messages`, and `tools` if there are any, as
-    OpenAI's API has them. null: the right answers to generated problems (data.generated=arithmetic or calculator)."""
+    OpenAI's API has them, or as ShareGPT, TRL or Alpaca do. null: the right answers to generated problems
+    (data.generated=arithmetic or calculator)."""
     val_files: str | None = None
     """Conversations whose loss is measured every trainer.eval_every steps. null: none, or with train_files=null those
     of held-out problems."""
     max_tokens: int | None = None
     """Longest conversation. Longer ones are treated as data.overlong_prompts says. null: data.max_prompt_tokens +
     rollout.max_response_tokens."""
+    hidden_reasoning: HiddenReasoning = HiddenReasoning.refuse
+    """Treatment of `reasoning` in a message that the model's chat template does not show: refuse (the run does not
+    start) or drop (learn the answer without it, and count it)."""
     per_step: int = 16
-    """With algorithm.ce_coef: conversations beside the rollouts of each step. `make sft` itself takes
-    trainer.prompts_per_step."""
+    """Conversations that are learned beside the rollouts of each step, with algorithm.ce_coef. `make sft` itself
+    takes trainer.prompts_per_step."""
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -97,13 +127,28 @@ class DataSource:
 
     @property
     def path(self) -> Path:
-        return Path(self.name).expanduser()
+        with contextlib.suppress(RuntimeError):  # `~nobody`, who has no home
+            return Path(self.name).expanduser()
+        return Path(self.name)
+
+    @property
+    def exists(self) -> bool:
+        return _stat(self.path) is not None
+
+    @property
+    def is_folder(self) -> bool:
+        return stat.S_ISDIR(_stat(self.path) or 0)
+
+    @property
+    def is_file(self) -> bool:
+        """False for a pipe, too, whose reader would wait for ever."""
+        return stat.S_ISREG(_stat(self.path) or 0)
 
     @property
     def may_be_on_the_hub(self) -> bool:
         """The hub needs a split, and as in `datasets`, a local folder precedes a hub data set of the same name."""
         is_name = _HUB_NAME.fullmatch(self.name) is not None and self.path.suffix not in FILE_TYPES
-        return is_name and self.split is not None and not self.path.exists()
+        return is_name and self.split is not None and not self.exists
 
     def __str__(self) -> str:
         subset = f":{self.subset}" if self.subset else ""
@@ -117,6 +162,15 @@ def parse_sources(entries: str) -> list[DataSource]:
 def parse_source(entry: str) -> DataSource:
     """Parses `path`, `folder@split`, `org/name@split` or `org/name:subset@split`."""
     match = _WITH_SPLIT.fullmatch(entry)
-    if match is None or Path(entry).expanduser().exists():
+    if match is None or DataSource(entry).exists:
         return DataSource(entry)
     return DataSource(match["name"], match["subset"], match["split"])
+
+
+def _stat(path: Path) -> int | None:
+    """Return the mode of what is at a path; None where nothing is, or where no file can be, as with a name of 5,000
+    characters."""
+    try:
+        return path.stat().st_mode
+    except (OSError, ValueError):
+        return None

@@ -4,64 +4,99 @@ import ast
 import inspect
 import itertools
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from configs.checkpoint import UnreadableConfigError, read_config
+from configs.checks.problem import values
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.data import DataConfig
-from configs.schema import Config
+from configs.data import NO_FILES, DataConfig
+from configs.schema import Config, RayConfig
 from configs.validate import ConfigError, check
 
 SEARCH_PATH = "Config search path:"
 DETAILS = ("full_key:", "reference_type", "object_type", "See https:")
-"""How lines of Hydra's and OmegaConf's errors begin that say nothing to a user."""
+"""Beginnings of the lines in errors of Hydra and OmegaConf that tell a user nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GivenData(DataConfig):
-    """The data as YAML and the command line may give it: files also as a list, as verl takes them."""
+    """The data as YAML and the command line may give it: files also as a list, as verl takes them, and numbers, which
+    some loaders take."""
 
     train_files: Any = None
     val_files: Any = None
 
     def normal(self) -> DataConfig:
-        values: dict[str, Any] = {name: getattr(self, name) for name in DataConfig.__dataclass_fields__}
-        files = {name: _joined(f"data.{name}", values[name]) for name in TRAIN_AND_VAL}
-        return DataConfig(**{**values, **files})
+        fields: dict[str, Any] = {name: getattr(self, name) for name in DataConfig.__dataclass_fields__}
+        files = {name: _joined(f"data.{name}", fields[name]) for name in TRAIN_AND_VAL}
+        return DataConfig(**{**fields, **files})
 
 
 def _joined(key: str, files: Any) -> str | None:
     names = files if isinstance(files, list) else [files]
-    if files is None or all(isinstance(name, str) for name in names):
-        return None if files is None else ",".join(names)
-    raise ConfigError(f"{key}={files}: must be text, or a list of texts")
+    if not names:
+        none = f", or be {NO_FILES}: then nothing is held out" if key == "data.val_files" else ""
+        raise ConfigError(f"{key}=[]: must name a file{none}")
+    if files is None or all(isinstance(name, str | int | float) and not isinstance(name, bool) for name in names):
+        return None if files is None else ",".join(map(str, names))
+    raise ConfigError(f"{key}={files}: must be text or a number, or a list of these")
 
 
-def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Config:
-    """Raises ConfigError for values that cannot work. `needed_files`: see `check`."""
+def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides: Sequence[str] = ()) -> Config:
+    """Raises ConfigError for values that cannot work. `needed_files` and `overrides`: see `check`."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:  # ??? and interpolations that lead nowhere
         raise ConfigError(one_line(error)) from error
     assert isinstance(config, Config) and isinstance(config.data, _GivenData)
-    config = replace(config, data=config.data.normal())
-    check(config, needed_files)
+    config = replace(config, data=config.data.normal(), ray=_with_address(config.ray))
+    for key, value in values(config):
+        if isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
+            raise ConfigError(f"{key}={value}: must be a list of texts")  # OmegaConf takes lists for texts there
+    check(config, needed_files, overrides)
     return config
 
 
+def _with_address(ray: RayConfig) -> RayConfig:
+    """Return the section with the cluster that this process is on. Ray names it in RAY_ADDRESS when it starts a job;
+    the address of a job server there (http://...) is for `ray job submit`, and no cluster that a run can join."""
+    named = os.environ.get("RAY_ADDRESS", "")
+    address = ray.address or ("" if named.startswith("http") else named)
+    return replace(ray, address=None if address in ("", "local") else address)
+
+
+def load_saved(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of a run by its config.yaml, with `key=value` over it. Keys that are newer than the run have
+    their defaults. The data need not be there any more.
+
+    Raises:
+        ConfigError: the file cannot be read, or its values cannot work in this version.
+    """
+    register()
+    try:
+        schema: Any = ConfigStore.instance().load("schema.yaml").node
+        changes = OmegaConf.from_dotlist(list(overrides))
+        return load(DictConfig(OmegaConf.merge(schema, read_config(path), changes)), needed_files=())
+    except (UnreadableConfigError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from error
+
+
 def one_line(error: Exception) -> str:
-    """What Hydra or OmegaConf says over several lines, beginning with the key or the override that it is about."""
+    """Put an error of Hydra or OmegaConf on one line that begins with the key or the override at fault."""
     lines = [line.strip() for cause in (error, error.__cause__) if cause for line in str(cause).splitlines()]
     keys = [line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")]
-    told = itertools.takewhile(lambda line: not line.startswith(SEARCH_PATH), lines)
-    head, *rest = (line for line in told if line and not line.startswith(DETAILS))
+    message_lines = itertools.takewhile(lambda line: not line.startswith(SEARCH_PATH), lines)
+    head, *rest = (line for line in message_lines if line and not line.startswith(DETAILS))
     head = head.removeprefix("Error merging override ").rstrip(":.")
     if isinstance(error, MissingMandatoryValue):
         head, rest = "has no value (???): give it one", []
@@ -88,7 +123,7 @@ def _section_docs(section: type, defaults: DictConfig, prefix: str) -> Iterator[
 
 
 def literal_docs(section: type) -> dict[str, str]:
-    """Maps each field of a dataclass, or member of an enum, to the string literal under it, where there is one."""
+    """Return the string literal under each field of a dataclass, or member of an enum, by the name of the field."""
     docs: dict[str, str] = {}
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from configs.runtime.dotted import suggestion
+
 BUILT_IN_REWARDS = ("gsm8k", "gsm8k_flexible", "dapo", "math_verify", "format")
 _TERM = re.compile(r"(?:(?P<weight>-?[0-9]*\.?[0-9]+)\s*\*\s*)?(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)")
 
@@ -17,7 +19,7 @@ class RewardTerm:
 
     @property
     def name(self) -> str:
-        """What metrics call it: without the module."""
+        """The name of the reward in metrics, without its module."""
         return self.path.rpartition(":")[2]
 
 
@@ -35,7 +37,6 @@ def _parse_term(expression: str, text: str) -> RewardTerm:
     if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN_REWARDS):
         where = "" if text == expression else f"{text!r} "
         known = ", ".join(BUILT_IN_REWARDS)
-        raise ValueError(
-            f"rollout.reward={expression}: {where}must be one of {known}, or package.module:function, or weight*name"
-        )
+        allowed = f"must be one of {known}, or package.module:function, or weight*name"
+        raise ValueError(f"rollout.reward={expression}: {where}{allowed}{suggestion(text)}")
     return RewardTerm(match["name"], 1.0 if match["weight"] is None else float(match["weight"]))

@@ -7,9 +7,17 @@ from typing import Any
 
 from configs.model import DType
 
+MOST_KEPT = 512
+"""The largest number of tokens that truncated sampling leaves to draw from: each travels with the token that was
+drawn."""
+TIES = 16
+"""The number of tokens beyond top_k that are looked at: those that are exactly as likely as the last are left, too."""
+PROMPT_PLACEHOLDER = "{prompt}"
+"""The word in rollout.agent_command that stands for the prompt."""
+
 
 class StalePolicy(Enum):
-    """What happens to a group that would become too stale to train."""
+    """The treatment of a group that would become too stale to train."""
 
     wait = "wait"
     """The trainer waits for it. Nothing is thrown away, and no token is staler than `max_staleness`."""
@@ -20,25 +28,35 @@ class StalePolicy(Enum):
 
 
 class RewardPlace(Enum):
-    """Where a synchronous reward runs. An async one is awaited on the event loop of its agent worker, and those of this
-    project that are known to be quick are called there."""
+    """The place where a synchronous reward runs. An async one is awaited on the event loop of its agent worker, and
+    rewards of this project that are known to be quick are called there."""
 
     process = "process"
     """In processes of its own. One that hangs is killed, whatever it does."""
     thread = "thread"
     """In threads of the agent worker. One that hangs is abandoned; one that holds the GIL costs the worker."""
     loop = "loop"
-    """On the event loop of the agent worker: for what takes microseconds. One that hangs costs the worker."""
+    """The event loop of the agent worker, for rewards that take microseconds. One that hangs costs the worker."""
+
+
+class ToolPlace(Enum):
+    """The place where plain functions that are tools run, and the plain methods of environments. Async ones are awaited
+    on the event loop of their agent worker."""
+
+    process = "process"
+    """In processes of their own. One that hangs is killed, whatever it does."""
+    thread = "thread"
+    """In threads of the agent worker. One that hangs is abandoned; one that holds the GIL costs the worker."""
 
 
 class Speculation(Enum):
-    """Who drafts the tokens that the model then accepts or replaces, several in a step. What is sampled, and its
-    logprobs, are the model's. All but `none` are vLLM's methods, by vLLM's names."""
+    """The method that drafts several tokens in a step, which the model then accepts or replaces. The sampled tokens
+    and their logprobs are the model's. All but `none` are vLLM's methods, by vLLM's names."""
 
     none = "none"
     """Nobody: a token per step."""
     ngram = "ngram"
-    """What followed the last tokens where they were before, in the prompt or the response."""
+    """The tokens that followed the last ones at an earlier place, in the prompt or the response."""
     suffix = "suffix"
     """The same, with counts over all responses so far. Needs the package arctic-inference."""
     draft_model = "draft_model"
@@ -57,27 +75,38 @@ class SpeculativeConfig:
     num_tokens: int = 4
     """Tokens drafted per step."""
     min_match: int = 2
-    """With method=ngram: so many of the last tokens, at least, must have been there before."""
+    """The number of last tokens that must, at least, have been there before, with method=ngram."""
     max_match: int = 4
-    """With method=ngram: so many are looked for first."""
+    """The number of last tokens that are looked for first, with method=ngram."""
     model: str | None = None
-    """With method=draft_model, eagle and eagle3: folder or hub name of what drafts. Updates leave it as it is."""
+    """Folder or hub name of the model that drafts, with method=draft_model, eagle and eagle3. Updates leave it as it
+    is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    max_replicas: int | None = None
+    """Most replicas that the run adds by itself while its trainer waits for batches; null: their number is fixed."""
+    min_replicas: int = 1
+    """Fewest replicas that are left when the run takes those away that it does not need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     # -- replicas --
     num_replicas: int = 1
-    """Number of vLLM engines, each owned by a Ray actor."""
+    """Number of vLLM engines, each owned by a Ray actor; with autoscale.max_replicas that of the beginning."""
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
+    """Replicas that come and go with the load."""
     tensor_parallel_size: int = 1
     """GPUs over which each copy of the model is split."""
     data_parallel_size: int = 1
     """Copies of the model within a replica, each on tensor_parallel_size GPUs."""
     max_num_seqs: int = 256
-    """Trajectories that each copy of the model generates at once: its seats."""
+    """Sequences that each copy of the model generates at once: its seats."""
     episodes_per_seat: int = 2
-    """Trajectories let in per seat: those that wait for one, or for their tools. Slow tools need more, and each group
-    needs a slot."""
+    """Episodes that a replica admits per seat, so that some generate while others wait for tools. Slow tools need more;
+    each group needs a slot, too."""
     dtype: DType = DType.float32
     """Number format of the engine's weights and activations."""
     enforce_eager: bool = True
@@ -99,10 +128,13 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature of training rollouts, above 0."""
     top_p: float = 1.0
-    """Training rollouts sample from the most likely tokens that together have this probability. Below 1 every ratio is
-    biased: the recorded logprobs are of the truncated distribution, the trainer's of the whole one."""
+    """Training rollouts sample from the most likely tokens that together have this probability. The tokens that were
+    left travel with each sampled one, and the trainer normalizes over them."""
     top_k: int = -1
-    """Training rollouts sample from so many most likely tokens; -1 is all. Others bias the ratios as top_p does."""
+    """Training rollouts sample from this many most likely tokens, 512 at most; -1 is all, or, with top_p or min_p,
+    512."""
+    min_p: float = 0.0
+    """Training rollouts leave out tokens whose probability is below this share of the most likely one's; 0 none."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a response, or a turn of one, in training and evaluation; they stay in it."""
     seeded_sampling: bool = False
@@ -115,52 +147,60 @@ class RolloutConfig:
     max_staleness: int = 2
     """No trained token is older than this many versions of the weights; 0 is on-policy, the synchronous run."""
     stale_policy: StalePolicy = StalePolicy.wait
-    """What happens to a group that would exceed max_staleness: wait, mask or drop."""
+    """Treatment of a group that would exceed max_staleness: wait, mask or drop."""
 
     # -- agents and rewards --
     agent_loop: str = "single_turn"
-    """single_turn, or `package.module:name` that makes an agent loop when called with (tokenizer)."""
+    """Agent loop: single_turn, or `package.module:name` that makes one when called with (tokenizer)."""
     agent: str | None = None
     """A harness in place of an agent loop: `package.module:function`, an async function of (task, client), where client
     is an openai.AsyncOpenAI for the session of its episode."""
     agent_command: str | None = None
-    """A harness in place of an agent loop: a command of the shell, a process per episode, with the task as JSON on
-    stdin and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment."""
+    """A harness in place of an agent loop: a command of the shell, a process per episode, with OPENAI_BASE_URL,
+    OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment. It gets the prompt on stdin, or in place of the
+    word {prompt}; rollout.reward scores the episode."""
     agent_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of rollout.agent_loop beside the tokenizer, or of rollout.agent beside the task and client, by name:
     rollout.agent_args.topk=5."""
+    tools_run_in: ToolPlace = ToolPlace.thread
+    """Place where tools that are plain functions run, and environments with plain methods: process (it can be killed)
+    or thread. Async ones are awaited on the agent worker's event loop."""
+    tool_processes: int = 16
+    """Most processes per agent worker with tools_run_in=process. Each runs a call of a tool, or the environment of an
+    episode from its beginning to its end; the others wait."""
     num_agent_workers: int = 1
     """Number of Ray actors that run agent loops and rewards."""
     reward: str = "gsm8k"
-    """gsm8k, gsm8k_flexible, dapo, math_verify, format, `package.module:function` of (prompt, text), or a sum."""
+    """Reward: gsm8k, gsm8k_flexible, dapo, math_verify, format, `package.module:function` of (prompt, text), or a
+    sum."""
     reward_runs_in: RewardPlace = RewardPlace.process
-    """Where a synchronous reward of your own runs: process (it can be killed), thread or loop. An async one is awaited
-    on the agent worker's event loop."""
+    """Place where a synchronous reward of your own runs: process (it can be killed), thread or loop. An async one is
+    awaited on the agent worker's event loop."""
     reward_processes: int = 4
-    """With reward_runs_in=process: processes per agent worker and reward, started when all others are busy. Each scores
-    one response at a time."""
+    """Processes per agent worker and reward with reward_runs_in=process, and with reward=math_verify. Each scores one
+    response at a time."""
     reward_timeout_s: float = 60.0
     """Deadline in seconds for the reward of a response, from when it runs. One that is not there by then has failed."""
     max_failed_rewards: float = 0.01
     """Share of the run's trajectories whose reward may fail, which are then not trained. One more ends the run."""
-    format_pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>\s*"
-    """With reward=format: regular expression that the whole response must match; a dot also matches newlines."""
+    format_pattern: str = r"<think>(?>.*?</think>\s*<answer>).*</answer>\s*"  # (?>: takes time linear in the text
+    """Regular expression that the whole response must match, with reward=format; a dot also matches newlines. A tag
+    that the prompt has opened counts as the beginning of the response."""
     verify_timeout_s: float = 5.0
-    """With reward=math_verify: deadline in seconds for one comparison; past it the answer counts as wrong."""
-    verify_processes: int = 2
-    """With reward=math_verify: processes per agent worker that compare. reward_timeout_s includes waiting for one."""
+    """Deadline in seconds for one comparison, with reward=math_verify; past it the answer counts as wrong."""
 
     # -- failures --
     group_timeout_s: float = 1200.0
-    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies. As
-    long do episodes wait for another replica, if theirs was lost."""
+    """Deadline in seconds for an attempt at a group, rewards and pauses included; then max_group_retries applies.
+    Episodes whose replica was lost wait this long for another one."""
     max_group_retries: int = 1
-    """How often a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of its own."""
+    """Number of times that a group is tried again after it raised, exceeded group_timeout_s, or crashed a process of
+    its own."""
     max_failed_groups: float = 0.01
     """Share of the run's groups that may fail for good, each replaced by another prompt. One more ends the run."""
     agent_worker_timeout_s: float = 120.0
-    """An agent worker that answers nothing for so many seconds is lost and replaced: an agent loop or a reward blocks
-    its event loop."""
+    """An agent worker that does not respond for this many seconds is lost and replaced: an agent loop or a reward
+    blocks its event loop."""
     min_replicas: int = 1
     """The run ends when fewer replicas than this can serve and no replacement is starting."""
     max_replacements: int = 8
@@ -168,7 +208,8 @@ class RolloutConfig:
     progress_interval_s: float = 1.0
     """Seconds between two reports of a replica's health and new tokens: its death loses those of one interval."""
     replica_timeout_s: float = 60.0
-    """A replica is lost when for so many seconds it answers nothing, or, unpaused, samples nothing for its requests."""
+    """A replica is lost when it does not respond for this many seconds or, unpaused, samples nothing for its
+    requests."""
     answer_timeout_s: float = 5.0
     """Deadline in seconds for one question or order to a replica: its state, an abort, its last report when lost."""
     slow_factor: float | None = 8.0
@@ -177,7 +218,7 @@ class RolloutConfig:
 
 
 class OnLimit(Enum):
-    """What becomes of an episode whose session reached a limit, or whose harness was ended at its deadline."""
+    """The treatment of an episode whose session reached a limit, or whose harness was ended at its deadline."""
 
     train = "train"
     """It is trained with the reward it has."""
@@ -188,7 +229,8 @@ class OnLimit(Enum):
 
 
 class OnMismatch(Enum):
-    """What happens where a harness changed what the policy has read or said."""
+    """The treatment of a prompt in which the answers of the policy are written in another way than it wrote them. Other
+    messages, tools and options of the template that differ always begin a new sequence."""
 
     bridge = "bridge"
     """The sequence goes on from the tokens that were sampled; the change is passed over, and counted."""
@@ -200,13 +242,14 @@ class ReasoningHistory(Enum):
     keep = "keep"
     """Reasoning that was sampled stays in the sequence, though the harness or the template drops it."""
     strip = "strip"
-    """Where the harness or the template drops it, a new sequence begins without it."""
+    """Reasoning that the harness or the template drops begins a new sequence without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionsConfig:
     host: str = "127.0.0.1"
-    """Address that agent workers serve sessions on, each at a free port. Harnesses run beside their agent worker."""
+    """Address that agent workers serve sessions on, each at a free port. Harnesses run beside their agent worker.
+    0.0.0.0 serves on all addresses, and URLs have the one that other machines use."""
     max_turns: int = 64
     """Answers of the policy in one session. The next one is empty and ends with "length", those after it get 403."""
     max_turn_tokens: int | None = None
@@ -215,27 +258,37 @@ class SessionsConfig:
     """Seconds that a harness may take, without those in which it waits for the policy; past it the harness is ended."""
     idle_timeout_s: float = 300.0
     """Seconds without a request under way after which a harness is ended."""
-    max_running: int = 256
-    """Harnesses that run at once beside each agent worker. The time of the others begins when they do."""
+    max_running: int | None = None
+    """Harnesses that run at once beside each agent worker. The time of the others begins when they do. null is 256
+    functions, or 4 commands for each core of the machine."""
+    fresh_folder: bool = True
+    """Give each process of rollout.agent_command a new folder, which is its working directory and HOME and is removed
+    when the episode ends. With false it has those of the agent worker."""
+    folder_template: str | None = None
+    """Folder whose content is copied into each new folder of sessions.fresh_folder, such as the settings of an
+    agent."""
+    kept_folders: int = 8
+    """Folders of failed episodes that are kept beside each agent worker, whose log says where; later ones are
+    removed."""
+    command_reward: bool = False
+    """Let rollout.agent_command post the reward, to SLIPSTREAM_REWARD_URL with the key SLIPSTREAM_REWARD_KEY. The
+    command must then keep both from the agent."""
     max_open: int = 1024
     """`make serve` only: sessions that may be open at once; beyond it one more is answered with 429."""
     on_limit: OnLimit = OnLimit.train
-    """What becomes of an episode that reached a limit or a deadline: train, mask or zero. If it has posted no reward,
+    """Treatment of an episode that reached a limit or a deadline: train, mask or zero. If it has posted no reward,
     rollout.reward scores it."""
-    on_mismatch: OnMismatch = OnMismatch.bridge
-    """What happens where a harness changed the history: bridge or fork."""
+    on_mismatch: OnMismatch = OnMismatch.fork
+    """Treatment of a history in which the policy's own answers are changed: fork or bridge. What else a harness changes
+    always forks."""
     reasoning: ReasoningHistory = ReasoningHistory.keep
-    """What happens to the reasoning of earlier answers: keep or strip."""
+    """Treatment of the reasoning in earlier answers: keep or strip."""
     tool_parser: str | None = None
-    """vLLM's parser of tool calls, by the name that `vllm serve --tool-call-parser` takes; null reads
+    """Name of vLLM's parser of tool calls, as `vllm serve --tool-call-parser` takes it; null reads
     <tool_call>{"name": ..., "arguments": ...}</tool_call>, the form of Hermes and Qwen."""
     reasoning_parser: str | None = None
-    """vLLM's parser of reasoning, by the name that `vllm serve --reasoning-parser` takes; null reads
+    """Name of vLLM's parser of reasoning, as `vllm serve --reasoning-parser` takes it; null reads
     <think>...</think>."""
-    check_up_to_tokens: int = 8192
-    """Prompts of at most so many tokens are compared with a render of their whole history, longer ones once each time
-    their length doubles. What differs is counted in agent/forks_* or agent/bridged_*, as on_mismatch says; 0 compares
-    none."""
     replayable: bool = True
     """A harness that starts again, in a run that is resumed for one, hears the answers that it had. With false it gets
     new ones: for harnesses that act on something outside, where a second run would not ask the same."""
@@ -264,8 +317,9 @@ class TeacherConfig:
     """Hugging Face folder or hub name, run folder (its newest checkpoint) or checkpoint folder of the model that scores
     every sampled token; null: there is no teacher."""
     max_position_embeddings: int | None = None
-    """As model.max_position_embeddings. It must be above data.max_prompt_tokens + rollout.max_response_tokens, because
-    vLLM samples a token after what it scores; null takes that of the teacher's config."""
+    """Longest sequence of the teacher, as model.max_position_embeddings. It must be above data.max_prompt_tokens +
+    rollout.max_response_tokens, because vLLM samples a token after what it scores; null takes that of the teacher's
+    config."""
     num_replicas: int = 1
     """Number of vLLM engines that score."""
     tensor_parallel_size: int = 1

@@ -26,20 +26,16 @@ from configs.weight_sync import Staging as Staging
 from configs.weight_sync import Transport as Transport
 from configs.weight_sync import WeightSyncConfig
 
-
-class SinkName(Enum):
-    jsonl = "jsonl"
-    """metrics.jsonl in the run folder. It cannot be left out: the audit, a resumed run and the curve read it."""
-    wandb = "wandb"
-    """Weights & Biases, as wandb.mode says."""
-    tensorboard = "tensorboard"
-    """Event files in the folder tensorboard of the run folder. Needs the package tensorboard."""
+SINK_PARAMETERS = ("run_dir",)
+"""The parameters of a class that tracking.sinks names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackingConfig:
-    sinks: list[SinkName] = field(default_factory=lambda: [SinkName.jsonl, SinkName.wandb])
-    """Where metrics go, in brackets: tracking.sinks=[jsonl,wandb,tensorboard]."""
+    sinks: list[str] = field(default_factory=lambda: ["jsonl", "wandb"])
+    """Destinations of the metrics, in brackets. jsonl: the file metrics.jsonl in the run folder, which cannot be left
+    out. wandb: Weights & Biases, as wandb.mode says. tensorboard: event files in the folder tensorboard of the run
+    folder, by the package tensorboard. package.module:Class: a class of your own."""
 
 
 class WandbMode(Enum):
@@ -51,7 +47,7 @@ class WandbMode(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WandbConfig:
     mode: WandbMode = WandbMode.offline
-    """offline, online or disabled."""
+    """Mode of wandb: offline, online or disabled."""
     project: str = "slipstream"
     """Project of the dashboard."""
     name: str | None = None
@@ -63,7 +59,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list[str])
     """Tags to filter runs by, in brackets: wandb.tags=[gsm8k,ablation]."""
     workspace: bool = True
-    """With mode=online: make the saved view of the project, once. Needs the package wandb-workspaces."""
+    """Make the saved view of the project once, with mode=online. Needs the package wandb-workspaces."""
     trajectories_per_step: int = 8
     """Rows of each step's table of trajectories, from the least to the most rewarded of the step; 0: no table."""
 
@@ -71,13 +67,20 @@ class WandbConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     address: str | None = None
-    """A running cluster (`auto` or host:port), which needs device=cpu or cuda; null starts one on this machine."""
+    """A running cluster (`auto` or host:port), which needs device=cpu or cuda; null takes the one that the environment
+    variable RAY_ADDRESS names, as in a job of Ray, or else starts one on this machine, as `local` always does."""
     start_timeout_s: float = 120.0
     """Deadline in seconds for starting Ray or connecting to it."""
+    network_interface: str | None = None
+    """Interface for weight updates and gradients, on every node; null takes the one with the address that Ray uses."""
+    forward_env: list[str] = field(default_factory=list[str])
+    """Names of environment variables of this shell that all processes of a run on a cluster (ray.address) get besides
+    HF_*, NCCL_*, GLOO_*, TORCH_* and VLLM_*, in brackets: ray.forward_env=[JUDGE_API_KEY]."""
     gpu_memory_gb: float | None = None
     """GiB of each GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     placement_timeout_s: float = 60.0
-    """Deadline in seconds for reserving the GPUs and CPUs of train workers and replicas, before anything starts."""
+    """Deadline in seconds for reserving the GPUs and CPUs of train workers and replicas, before anything starts; nodes
+    may join a running cluster until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class Config:
     seed: int = 0
     """Seed of the tiny model, the prompt order, clip_cov's choice and, with rollout.seeded_sampling, of sampling."""
     device: Device = Device.auto
-    """auto, cpu or cuda, for replicas and trainer alike."""
+    """Device of replicas and trainer alike: auto, cpu or cuda."""
     gpu_share: float = 1.0
     """Share of a GPU that trainer and each replica claim: 0.5 is both on one. Match rollout.gpu_memory_utilization."""
     dry_run: bool = False
@@ -98,7 +101,7 @@ class Config:
     """Checkpoint to continue from: never; auto (the newest good one of the run folder, which hydra.run.dir must name);
     a run folder (its newest good one); or a checkpoint folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained, evaluated or served."""
+    """The model that is trained, evaluated or served."""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts and reference answers, and how they become text."""
     sft: SftConfig = field(default_factory=SftConfig)
@@ -116,16 +119,22 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """Steps, batches, optimizer, ranks and their memory."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """How held-out prompts are answered."""
+    """The evaluation on held-out prompts."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    """How and how often weights travel to the replicas."""
+    """The transfer of the weights to the replicas."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints on disk."""
     serve: ServeConfig = field(default_factory=ServeConfig)
     """The HTTP server: address, access, limits."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Where metrics go."""
+    """The destinations of the metrics."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """The run on the dashboard of Weights & Biases."""
     ray: RayConfig = field(default_factory=RayConfig)
     """The cluster of processes."""
+
+    @property
+    def has_chat_turns(self) -> bool:
+        """True where turns end as the model's chat template ends them: in chats, sessions and conversations."""
+        has_harness = self.rollout.agent is not None or self.rollout.agent_command is not None
+        return has_harness or self.data.chat_template or self.algorithm.ce_coef > 0

@@ -26,16 +26,11 @@ class ServeConfig:
     max_pause_s: float = 600.0
     """Training runs only: seconds that clients may pause the run, after which it is resumed."""
     max_connections: int = 4096
-    """Connections to one server, and requests under way there. Beyond it an idle connection is closed for a new one,
-    or else the request is answered with 503. Fewer where the process may not open as many files."""
+    """Requests under way at one server; one more is answered with 503."""
     max_header_bytes: int = 65536
-    """Size of a request's line and headers (then 431)."""
-    header_timeout_s: float = 20.0
-    """Seconds from a connection, or the first byte of its next request, to the end of the headers (then 408)."""
+    """Size of a request's line and headers (then 400)."""
     max_body_mb: int = 16
     """Size of a request's body in MiB (then 413)."""
-    body_timeout_s: float = 60.0
-    """Seconds from the headers of a request to the end of its body (then 408)."""
     route_timeout_s: float = 10.0
     """Seconds that a request waits for a replica in service (then 503), and for a connection to it (then 502)."""
 

@@ -9,9 +9,13 @@ CHUNK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 """Logits that are in memory at once, by the kind of device: on a CPU they stay in its cache, on a GPU they keep all of
 it busy."""
 
+ADAM_BETAS = (0.9, 0.95)
+"""The decays of AdamW's moments, those of GPT-3 and Llama. A run of reinforcement learning takes few steps on gradients
+that change their scale: a second moment of 0.999 would remember a thousand of them."""
+
 
 class Layout(Enum):
-    """How trajectories are laid out in a micro-batch. The arithmetic is the same."""
+    """The layout of trajectories in a micro-batch. The arithmetic is the same."""
 
     tree = "tree"
     """Rows are prefix trees: what sequences of a group share (prompt, turns, any equal beginning) is computed once. A
@@ -23,20 +27,21 @@ class Layout(Enum):
 
 
 class AttentionKind(Enum):
-    """What computes attention within rows. The arithmetic is the same."""
+    """The implementation of attention within rows. The arithmetic is the same."""
 
     auto = "auto"
-    """varlen where rows are sequences end to end; else flex on GPUs, dense on CPUs."""
+    """The choice by layout and device: varlen where rows are sequences end to end; else flex on GPUs in bfloat16, and
+    dense in float32 and on CPUs."""
     dense = "dense"
     """SDPA over masks in tensors, made block by block of queries."""
     flex = "flex"
-    """torch's flex_attention, over the blocks of pairs that a tree has. Without gradients on CPUs."""
+    """The flex_attention of torch, over the blocks of pairs that a tree has. It has no gradients on CPUs."""
     varlen = "varlen"
     """Flash attention over sequences of any lengths, for rows without branches; on CPUs SDPA, one by one."""
 
 
 class GradientCheckpointing(Enum):
-    """What a layer computes again in the backward pass, instead of keeping it."""
+    """The part of a layer that is computed again in the backward pass, instead of being kept."""
 
     none = "none"
     """Nothing."""
@@ -47,7 +52,7 @@ class GradientCheckpointing(Enum):
 
 
 class LearningRateSchedule(Enum):
-    """What the learning rate does after its warm-up, until the run's last optimizer step."""
+    """The course of the learning rate after its warm-up, until the run's last optimizer step."""
 
     constant = "constant"
     linear = "linear"
@@ -72,30 +77,32 @@ class TrainerConfig:
     """Compute type of forward and backward; master weights and gradient reduction are float32."""
     lr: float = 3e-4
     """AdamW's learning rate after warm-up."""
+    scale_lr_by_ess: bool = False
+    """Multiply the policy's learning rate in each optimizer step by sqrt(actor/sequence_ess): the more a few stale
+    sequences outweigh the others, the shorter the step (VCPO)."""
     lr_schedule: LearningRateSchedule = LearningRateSchedule.constant
     """The learning rate after warm-up: constant, linear or cosine, by optimizer steps of the whole run."""
-    lr_warmup_steps: int = 5
-    """Optimizer steps of linear warm-up."""
+    lr_warmup_steps: int | None = None
+    """Optimizer steps of linear warm-up, at most those of the run; null is 5, or fewer in a run of fewer than 6."""
     lr_warmup_ratio: float | None = None
     """Warm-up as a share of the run's optimizer steps, in place of lr_warmup_steps; null takes lr_warmup_steps."""
     min_lr_ratio: float = 0.0
-    """With lr_schedule=linear or cosine: the share of the learning rate to which it falls."""
+    """Fraction of the learning rate to which it falls, with lr_schedule=linear or cosine."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
-    adam_beta1: float = 0.9
-    """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.95
-    """Decay of AdamW's second moment."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm."""
     layout: Layout = Layout.tree
     """Rows of a micro-batch: tree (what a group's sequences share is computed once), packed (sequences end to end) or
     rows (one per sequence, with padding, for recurrent models)."""
     attention: AttentionKind = AttentionKind.auto
-    """What computes attention: auto (by device and layout), dense, flex (GPUs) or varlen (layout=packed)."""
+    """Implementation of attention: auto (by device and layout), dense, flex (GPUs) or varlen (layout=packed)."""
     sequence_parallel: int = 1
     """Ranks that share each row (Ulysses): a rank has a part of its tokens, and in attention a part of the heads. It
     divides num_ranks and the model's attention heads."""
+    expert_parallel: bool = False
+    """Divide the experts of a mixture among the ranks, and send tokens to them, in place of gathering the weights of
+    all experts on every rank. num_ranks divides the number of experts."""
     tokens_per_micro_batch: int = 2048
     """Tokens of one forward and backward pass, padding included, by sequence_parallel ranks together. A longer single
     sequence still runs, alone."""
@@ -103,10 +110,10 @@ class TrainerConfig:
     """A model (policy, critic) whose float32 gradients take more MiB reduces them over the ranks after every
     micro-batch; a smaller one keeps them whole on each rank until the step's last. Without effect on the result."""
     gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
-    """What layers compute again in the backward pass to save memory: none, selective (all but products of matrices and
-    attention) or full (everything; about a third more time)."""
+    """Part of each layer that is computed again in the backward pass to save memory: none, selective (all but
+    products of matrices and attention) or full (everything; about a third more time)."""
     activation_offload: bool = False
-    """With gradient_checkpointing=full: keep the inputs of layers in host memory until their backward pass."""
+    """Keep the inputs of layers in host memory until their backward pass. Needs gradient_checkpointing=full."""
     optimizer_on_host: bool = False
     """Keep AdamW's moments in host memory, 8 bytes per trained parameter; an optimizer step brings those of one
     parameter at a time to the GPU."""
@@ -114,16 +121,19 @@ class TrainerConfig:
     """Compile each layer with torch.compile: the first steps take minutes, and the later ones less time and memory."""
     record_tokens: bool = True
     """Write what is trained, about 23 bytes per token (ids, versions, logprobs of rollout and trainer, advantages, what
-    was clipped), and what replicas sample, 8 bytes: the audit holds one against the other, the page shows it."""
+    was clipped; with top_p, top_k or min_p, 4 bytes more and 4 for each token that was left to draw from), and what
+    replicas sample, 8 to 12 bytes: the audit holds one against the other, the page shows it."""
     events: bool = True
     """Write what happens in events.jsonl: groups, turns, tools, rewards, updates, load. false: only steps, evaluations,
     checkpoints, and what becomes of replicas."""
-    events_mb: int = 2048
-    """Megabytes of events.jsonl and its continuations. Beyond, the oldest frequent events are dropped and counted."""
     eval_every: int = 10
     """Steps between evaluations on the held-out set; 0 evaluates only before the first step and after the last."""
     max_skipped_steps: int = 3
     """Steps that may be skipped because loss, logprobs or gradient norm is NaN or infinite. One more ends the run."""
+    max_logprob_diff: float | None = None
+    """Largest mean difference, in nats a token, between the logprobs of a replica and of the trainer for the same
+    tokens and weights: 64 tokens at the start, 8 after updates (weight_sync.check_every). Beyond it the run ends. null:
+    0.001, or 0.1 where one of both computes in bfloat16, and no comparison with quantized replicas; 0: none at all."""
     batch_timeout_s: float = 1800.0
     """Deadline in seconds for waiting for a batch; then the run ends. Pauses count, so it must be longer than any."""
     step_timeout_s: float = 1800.0
@@ -131,9 +141,12 @@ class TrainerConfig:
     start_timeout_s: float = 600.0
     """Deadline in seconds for starting the train workers and for loading a checkpoint into them."""
     answer_timeout_s: float = 10.0
-    """After a failed call, a train worker that does not answer for so many seconds counts as lost."""
+    """Seconds within which a train worker must answer after a failed call; after that it counts as lost."""
+    spare_processes: bool = False
+    """Keep a second process of each rank that has imported everything and takes over in a restart, which saves the
+    seconds of that; each takes about 0.3 GB of host memory."""
     max_restarts: int = 3
-    """How often the train workers may restart from the newest checkpoint after one died or hung."""
+    """Number of times that the train workers may restart from the newest checkpoint after one died or hung."""
 
     @property
     def data_parallel(self) -> int:
@@ -142,7 +155,7 @@ class TrainerConfig:
 
     @property
     def optimizer_steps_per_batch(self) -> int:
-        """At most: a mini-batch with nothing to learn from takes none."""
+        """The largest number of optimizer steps per batch: a mini-batch with nothing to learn from takes none."""
         return self.mini_batches * self.epochs
 
     @property

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from configs.checks import sections
 from configs.checks.algorithm import algorithm_problems
 from configs.checks.engine_args import engine_args_problems
-from configs.checks.problem import null_bytes
+from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
 from configs.checks.secrets import secret_problems
-from configs.checks.sections import TRAIN_AND_VAL
-from configs.checks.teacher import teacher_problems
-from configs.checks.tracking import tracking_problems
+from configs.checks.sections import TRAIN_AND_VAL, teacher_problems, tracking_problems
 from configs.schema import Config
 
 
@@ -18,10 +16,15 @@ class ConfigError(ValueError):
     """A config value that cannot work. The message names the key, the value and what is allowed."""
 
 
-def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
-    """Raises ConfigError that lists every problem. `needed_files`: the keys of data.* whose files the command reads."""
+def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides: Sequence[str] = ()) -> None:
+    """Raises ConfigError that lists every problem.
+
+    Args:
+        needed_files: the keys of data.* whose files the command reads.
+        overrides: the command line, whose keys must not be without effect where those of a recipe may be.
+    """
     problems = (
-        list(null_bytes(config))
+        list(impossible_names(config))
         or list(secret_problems(config))
         or [  # the other lines may show values
             *out_of_range(config),
@@ -29,12 +32,16 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> None:
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
             *sections.sft_problems(config, needed_files),
+            *sections.unread_sft_keys(config, needed_files, overrides),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),
+            *sections.ray_problems(config),
             *sections.serve_problems(config),
             *sections.rollout_problems(config),
+            *sections.chat_template_problems(config, needed_files),
             *sections.speculative_problems(config),
             *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
             *sections.evaluation_problems(config),
+            *sections.unread_evaluation_keys(config, needed_files, overrides),
             *algorithm_problems(config),
             *teacher_problems(config),
             *sections.trainer_problems(config),

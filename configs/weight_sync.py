@@ -5,20 +5,20 @@ from enum import Enum
 
 
 class Transport(Enum):
-    """How weights travel from the train workers to the replicas."""
+    """The transport of the weights from the train workers to the replicas."""
 
     shared_memory = "shared_memory"
     """A file in shared memory. Replicas and trainer on one machine, any device."""
     collective = "collective"
-    """torch.distributed broadcast in buckets: NCCL between GPUs, gloo between CPUs. Any number of machines."""
+    """Broadcast of torch.distributed in buckets: NCCL between GPUs, gloo between CPUs. Any number of machines."""
     cuda_ipc = "cuda_ipc"
     """Replicas map the trainer's GPU memory. Replicas and trainer on one machine. Not yet run on a GPU."""
     filesystem = "filesystem"
-    """safetensors files in a folder that all machines share."""
+    """Files of safetensors in a folder that all machines share."""
 
 
 class Staging(Enum):
-    """Where a replica puts new weights while it still generates with the live ones."""
+    """The place to which a replica copies new weights while it still generates with the live ones."""
 
     none = "none"
     """Nowhere: the transfer happens while the replica is paused. No second copy, a long pause."""
@@ -29,7 +29,7 @@ class Staging(Enum):
 
 
 class InFlightKv(Enum):
-    """What an update does with the KV cache of requests in flight."""
+    """The treatment of the KV cache of requests in flight by an update."""
 
     keep = "keep"
     """They continue with the KV of the older weights."""
@@ -38,7 +38,7 @@ class InFlightKv(Enum):
 
 
 class PauseMode(Enum):
-    """What a pause does with requests in flight. Requests that arrive during the pause wait in every mode."""
+    """The treatment of requests in flight by a pause. Requests that arrive during the pause wait in every mode."""
 
     abort = "abort"
     """They end at once, with the tokens they have. After an update they continue from there."""
@@ -53,26 +53,28 @@ class WeightSyncConfig:
     interval: int = 1
     """Optimizer steps between updates of the replicas; divides trainer.total_steps."""
     transport: Transport = Transport.shared_memory
-    """How weights travel: shared_memory, collective, cuda_ipc or filesystem."""
+    """Transport of the weights: shared_memory, collective, cuda_ipc or filesystem."""
     delta: bool = False
     """Send only what changed since the previous version, bit for bit; in bfloat16, little changes per step. Every
     worker of a replica then keeps the whole model in host memory, on top of its staging memory."""
     directory: str | None = None
-    """With transport=filesystem: folder that all machines share."""
+    """Folder that all machines share, for transport=filesystem."""
     staging: Staging = Staging.host
-    """Where replicas put new weights while they generate: none, host or device (a second copy on the GPU, for which
-    rollout.gpu_memory_utilization must leave room)."""
+    """Place to which replicas copy new weights while they generate: none, host or device (a second copy on the GPU,
+    for which rollout.gpu_memory_utilization must leave room)."""
     pause_mode: PauseMode = PauseMode.keep
-    """keep freezes requests in flight; abort ends them and continues from their tokens (engines without keep)."""
+    """Treatment of requests in flight: keep freezes them; abort ends them and continues from their tokens (engines
+    without keep)."""
     in_flight_kv: InFlightKv = InFlightKv.keep
     """KV cache of requests in flight: keep it, or recompute it with the new weights."""
+    check_every: int = 20
+    """Updates between two comparisons of every replica's logprobs with the trainer's, in 8 places of a fixed text (what
+    differs ends the run, trainer.max_logprob_diff); the first update is compared, too. 0: only at the start."""
     bucket_mb: int = 256
     """MiB that a transport which sends in buckets sends at a time."""
     stage_timeout_s: float = 300.0
     """Deadline in seconds for publishing the weights, and for each replica to stage them."""
     pause_timeout_s: float = 60.0
     """Deadline in seconds for pausing one replica, and for resuming it."""
-    prefill_grace_s: float = 5.0
-    """Seconds of a pause, below pause_timeout_s, to finish prefills; those without KV blocks begin again after it."""
     swap_timeout_s: float = 120.0
     """Deadline in seconds for one replica's swap; with staging=none, for the whole transfer."""

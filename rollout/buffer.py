@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import fmean
 
 from configs.runtime.deadline import within
@@ -44,14 +43,16 @@ class TrajectoryBuffer:
 
     ledger: SlotLedger
     batch_timeout_s: float
-    """trainer.batch_timeout_s"""
+    """The value of trainer.batch_timeout_s."""
     failures: FailureBudget = field(default_factory=FailureBudget)
     max_sample_batches: int | None = None
-    """algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this many batches in a
-    row; None keeps them."""
+    """The value of algorithm.max_sample_batches: groups whose rewards are all equal are filtered out, at most this
+    many batches in a row. None keeps them."""
     on_discard: Callable[[DiscardedGroup], None] = lambda discarded: None
-    """Told of every group that will not be trained."""
+    """The listener for groups that will not be trained."""
     emit: Emit = nobody
+    num_trained: int = field(default=0, init=False)
+    """Groups that were handed to the trainer, by the processes before this one too."""
     num_filtered: int = field(default=0, init=False)
     """Groups that were filtered out."""
     num_aborted: int = field(default=0, init=False)
@@ -60,11 +61,13 @@ class TrajectoryBuffer:
     def __post_init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}  # slot_id -> group, in order of arrival
         self._filtered_since_batch = 0
+        self._waited_s = 0.0  # by the trainer, without the wait that began at:
+        self._waiting_since: float | None = None
         self._changed = asyncio.Condition()
 
     @property
     def ready(self) -> tuple[TrajectoryGroup, ...]:
-        """Groups that wait for the trainer, in order of arrival."""
+        """Return the groups that wait for the trainer, in order of arrival."""
         return tuple(self._groups.values())
 
     async def claim(self) -> Slot | None:
@@ -126,6 +129,7 @@ class TrajectoryBuffer:
     async def next_batch(self, global_steps: int) -> TrainBatch:
         """Wait for the groups that step `global_steps` trains. Their slots stay held until `advance`. Raises
         TimeoutError past trainer.batch_timeout_s."""
+        self._waiting_since = _now()
         try:
             waiting = within(self.batch_timeout_s, "trainer.batch_timeout_s", "a batch")
             async with waiting, self._changed:
@@ -144,12 +148,19 @@ class TrajectoryBuffer:
                 f"{self.batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
                 f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
             ) from None
+        finally:
+            self._waited_s, self._waiting_since = self.waited_s(), None
         self._filtered_since_batch = 0
+        self.num_trained += len(chosen)
         groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
         return self._mask_stale_tokens(groups, global_steps)
 
+    def waited_s(self) -> float:
+        """Return the seconds that the trainer has waited in `next_batch`, this one included."""
+        return self._waited_s + (0.0 if self._waiting_since is None else _now() - self._waiting_since)
+
     async def advance(self, global_steps: int) -> None:
-        """Weights tagged `global_steps` are live on every replica."""
+        """Take note that weights tagged `global_steps` are live on every replica."""
         async with self._changed:
             self.ledger.advance(global_steps)
             self._changed.notify_all()
@@ -179,7 +190,10 @@ class TrajectoryBuffer:
     def _mask_stale_tokens(self, groups: list[TrajectoryGroup], step: int) -> TrainBatch:
         if self.ledger.policy is not StalePolicy.mask:
             return TrainBatch(groups=tuple(groups), masked_tokens=0)
-        is_fresh = partial(self.ledger.window.is_fresh, step=step)
+
+        def is_fresh(version: int) -> bool:
+            return self.ledger.window.is_fresh(version, step)
+
         fresh = [replace(g, trajectories=tuple(mask_stale(t, is_fresh) for t in g.trajectories)) for g in groups]
         num_before, num_after = (
             sum(trajectory.num_loss_tokens for group in some for trajectory in group.trajectories)
@@ -188,8 +202,12 @@ class TrajectoryBuffer:
         return TrainBatch(groups=tuple(fresh), masked_tokens=num_before - num_after)
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
-    """The buffer of a run that has taken `global_steps` steps."""
+    """Make the buffer of a run that has taken `global_steps` steps."""
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,

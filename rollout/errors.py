@@ -10,12 +10,16 @@ class AgentWorkerLostError(RuntimeError):
 
 
 class EpisodesLostError(RuntimeError):
-    """The episodes of a group that waited for another replica are gone, and with sessions.replayable=false nothing that
-    was sampled for them is heard again. The group begins anew."""
+    """The episodes of a group have waited for another replica for too long, and are ended. The group begins anew; with
+    sessions.replayable=false nothing that was sampled for it is heard again."""
 
 
 class NoTokensError(RuntimeError):
     """The policy has sampled nothing in a whole group or evaluation."""
+
+
+class OtherRewardError(RuntimeError):
+    """A reward belongs to another response than the one that would be trained with it."""
 
 
 class NoReplicaLeftError(RuntimeError):
@@ -37,3 +41,7 @@ class FleetPauseError(RuntimeError):
 class TooFewReplicasError(RuntimeError):
     """Fewer replicas are left than rollout.min_replicas, or teacher.min_replicas. The message names the loss that was
     one too many."""
+
+
+class PauseConflictError(RuntimeError):
+    """A pause or resume that the present state or another order does not allow. The message says which."""

@@ -33,7 +33,7 @@ class FailureBudget:
     _first_group: tuple[str, BaseException] | None = None
 
     def count_rewards(self, errors: Iterable[str | None]) -> None:
-        """`errors`: one per reward, None if it succeeded. Raises RewardFailuresError past the budget."""
+        """Count rewards by their errors, None where one succeeded. Raises RewardFailuresError past the budget."""
         for error in errors:
             if error is not None:
                 self._first_reward = self._first_reward or error
@@ -46,7 +46,8 @@ class FailureBudget:
             )
 
     def gives_up(self, ordinal: int, failures: int, error: Exception) -> bool:
-        """Whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the budget."""
+        """Return whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the
+        budget."""
         if failures <= self.max_group_retries:
             self.retried_groups += 1
             return False

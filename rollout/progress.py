@@ -1,20 +1,24 @@
-"""What the driver knows of the groups under way: every token that their replicas have reported.
+"""The driver's knowledge of the groups under way: every token that their replicas have reported, and what the driver
+and the agent workers tell each other about a group.
 
 A replica reports, every rollout.progress_interval_s, the tokens that the driver does not have yet (`ProgressLog` in
-rollout/replica). `Progress` keeps them until the group is complete. They outlive the replica and, in a checkpoint, the
-run: the next attempt at the group continues from them (`resume_from` in rollout/agents). With them is kept what the
-environments said in between, so that an episode that runs again hears the same.
+rollout/replica). They outlive the replica and, in a checkpoint, the run: the next attempt at the group continues from
+them (`resume_from` in rollout/agents). What the environments said in between is kept as well, so that an episode that
+runs again hears the same.
 """
 
 import zlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from rollout.errors import ReplicaLostError
 from rollout.events.log import EventBatch
 from rollout.request_ids import InGroup, RequestId
-from rollout.types import Completion, IntArray
+from rollout.types import Completion, IntArray, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +31,7 @@ class TokenDelta:
     tokens: Completion
     """Spans count from `start`; finish_reason is "" while the request runs."""
     observed: IntArray | None = None
-    """With `start` 0: see `PartialCompletion`."""
+    """The end of its prompt, sent with `start` 0: see `PartialCompletion`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,7 +39,7 @@ class ProgressReport:
     """A replica's answer, every rollout.progress_interval_s."""
 
     tokens: int
-    """Sampled since its start, for any client."""
+    """Tokens sampled since its start, for any client."""
     running: int
     """Requests inside the engine now."""
     paused: bool
@@ -46,12 +50,12 @@ class ProgressReport:
     """Seconds of all requests, summed: two that run for the same second count two."""
     deltas: tuple[TokenDelta, ...]
     events: EventBatch | None = None
-    """What has happened there since the last report."""
+    """The events there since the last report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialCompletion:
-    """What is known of one request, finished or not."""
+    """The known part of one request, finished or not."""
 
     prompt_checksum: int
     """A request with another prompt cannot continue from here."""
@@ -62,22 +66,58 @@ class PartialCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
+    """One try at a group on one replica."""
+
     number: int = 0
     partials: Mapping[InGroup, PartialCompletion] = field(default_factory=dict)
+    """The tokens that earlier attempts had."""
     alone: bool = False
     """Run it in a process of its own: it may be why the agent workers that ran it have died."""
 
-    def of_episode(self, episode: int) -> dict[int, PartialCompletion]:
-        """By turn."""
-        return {turn: partial for (of, turn), partial in self.partials.items() if of == episode}
+    def episode_partials(self, episode: int) -> dict[int, PartialCompletion]:
+        """Return the partial completions of one episode, by turn."""
+        return {turn: partial for (index, turn), partial in self.partials.items() if index == episode}
 
 
 def prompt_checksum(prompt_ids: Sequence[int] | IntArray) -> int:
     return zlib.crc32(np.asarray(prompt_ids, np.int32).tobytes())
 
 
+# -- between the driver and an agent worker ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodesOpen:
+    """The news that `count` episodes of the group still ask its replica for tokens. The others have given back their
+    room there."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLost:
+    """The group's replica is lost. Its episodes wait for a `Move`."""
+
+    error: ReplicaLostError
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The answer to `ReplicaLost`: the replica on which the episodes of the group continue."""
+
+    replica: str
+    attempt: Attempt
+
+
+GroupMessage = EpisodesOpen | ReplicaLost | TrajectoryGroup
+"""An agent worker's news of a group that it runs. The group itself is the last one."""
+
+
+# -- the tokens that are known -----------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
-class _Record:
+class TokenRecord:
     """The reported tokens of one request."""
 
     prompt_checksum: int
@@ -85,18 +125,24 @@ class _Record:
     pieces: list[Completion] = field(default_factory=list)
     num_tokens: int = 0
 
+    @classmethod
+    def of(cls, partial: PartialCompletion) -> "TokenRecord":
+        record = cls(partial.prompt_checksum, partial.observed)
+        record.append(partial.completion)
+        return record
+
     @property
     def is_finished(self) -> bool:
         return bool(self.pieces[-1].finish_reason)
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether anything of it could be heard again."""
+        """True if another attempt could replay any of it."""
         return self.num_tokens > 0 or self.is_finished or (self.observed is not None and len(self.observed) > 0)
 
     def append(self, piece: Completion) -> None:
         if self.num_tokens == 0:
-            self.pieces.clear()  # the report of a request without a token
+            self.pieces.clear()  # the report that made the request known, without a token
         self.pieces.append(piece)
         self.num_tokens += piece.num_tokens
 
@@ -107,20 +153,38 @@ class _Record:
         )
 
 
-@dataclass(slots=True)
-class _Group:
+@dataclass(slots=True, weakref_slot=True, kw_only=True, eq=False)
+class GroupProgress:
+    """The place of a group and its known tokens. The rollouter's record of a group under way is one of these."""
+
     ordinal: int
-    attempt: int
-    replica: str
-    records: dict[InGroup, _Record]
+    number: int = 0
+    """The number of its present attempt."""
+    replica: str | None = None
+    """The replica that samples it, whose reports count. None between two attempts."""
+    records: dict[InGroup, TokenRecord] = field(default_factory=dict)
+
+    def partials(self) -> dict[InGroup, PartialCompletion]:
+        """Return the requests that have a token, are finished, or follow what an environment said."""
+        return {key: record.partial() for key, record in self.records.items() if record.is_worth_keeping}
+
+    def running(self) -> list[RequestId]:
+        """Return the requests whose end has not been reported."""
+        return [self.request_id(key) for key, record in self.records.items() if not record.is_finished]
 
     def request_id(self, in_group: InGroup) -> RequestId:
         episode, turn = in_group
-        return RequestId(ordinal=self.ordinal, attempt=self.attempt, episode=episode, turn=turn)
+        return RequestId(ordinal=self.ordinal, attempt=self.number, episode=episode, turn=turn)
+
+    def end_attempt(self) -> None:
+        """Count the next attempt, which begins with the tokens that are known now. Later reports are ignored: the
+        requests of the attempt that ended may have been aborted."""
+        self.replica, self.number = None, self.number + 1
+        self.records = {key: record for key, record in self.records.items() if record.is_worth_keeping}
 
 
 class Progress:
-    """The reported tokens of all groups under way.
+    """All groups under way, by ordinal: the only register of them on the driver.
 
     Example:
         progress.begin(17, Attempt(), "replica-0")
@@ -131,44 +195,43 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[int, _Group] = {}
+        self.groups: dict[int, GroupProgress] = {}
+        # The groups that were placed on a replica, which is asked for their tokens every second: with a thousand
+        # replicas, looking through all groups for each would take more than the driver has. Some have left since.
+        self._placed: defaultdict[str, WeakValueDictionary[int, GroupProgress]] = defaultdict(WeakValueDictionary)
+
+    def place(self, group: GroupProgress, replica: str) -> None:
+        """Let the reports of this replica count for the group from now on."""
+        group.replica = replica
+        self._placed[replica][group.ordinal] = group
 
     def begin(self, ordinal: int, attempt: Attempt, replica: str) -> None:
-        """Let only reports of this attempt on this replica count from now on. It starts with the attempt's partials."""
-        records: dict[InGroup, _Record] = {}
-        for in_group, partial in attempt.partials.items():
-            records[in_group] = _Record(partial.prompt_checksum, partial.observed)
-            records[in_group].append(partial.completion)
-        self._groups[ordinal] = _Group(ordinal, attempt.number, replica, records)
+        """Register an attempt at a group that nothing else is known of, such as the requests of a served session."""
+        records = {key: TokenRecord.of(partial) for key, partial in attempt.partials.items()}
+        self.groups[ordinal] = group = GroupProgress(ordinal=ordinal, number=attempt.number, records=records)
+        self.place(group, replica)
 
     def end(self, ordinal: int) -> None:
         """Forget the group. Idempotent."""
-        self._groups.pop(ordinal, None)
+        self.groups.pop(ordinal, None)
 
     def partials(self, ordinal: int) -> dict[InGroup, PartialCompletion]:
-        """The group's requests that have a token, are finished, or that an environment said something before. Empty for
-        a group that has not begun."""
-        records = self._groups[ordinal].records if ordinal in self._groups else {}
-        return {key: record.partial() for key, record in records.items() if record.is_worth_keeping}
-
-    def running(self, ordinal: int) -> list[RequestId]:
-        """The requests of the group's attempt whose end has not been reported."""
-        group = self._groups[ordinal]
-        return [group.request_id(key) for key, record in group.records.items() if not record.is_finished]
+        """Return `GroupProgress.partials`, and nothing for a group that is not registered."""
+        return self.groups[ordinal].partials() if ordinal in self.groups else {}
 
     def known(self, replica: str) -> dict[RequestId, int]:
-        """How many tokens of each request on this replica have been reported."""
+        """Return how many tokens of each request on this replica have been reported."""
         return {
             group.request_id(key): record.num_tokens
-            for group in self._groups.values()
-            if group.replica == replica
+            for group in list(self._placed[replica].values())
+            if group.replica == replica and self.groups.get(group.ordinal) is group
             for key, record in group.records.items()
         }
 
     def take(self, replica: str, report: ProgressReport) -> None:
         """Add what the replica reported. Deltas that do not continue what is here are ignored."""
         for delta in report.deltas:
-            group, key = self._groups.get(delta.request_id.ordinal), delta.request_id.in_group
+            group, key = self.groups.get(delta.request_id.ordinal), delta.request_id.in_group
             if group is None or group.replica != replica or group.request_id(key) != delta.request_id:
                 continue
             record = group.records.get(key)
@@ -176,6 +239,6 @@ class Progress:
                 group.records.pop(key, None)
                 if delta.start > 0:  # counted from the other prompt's tokens; the next report starts at 0
                     continue
-                record = group.records[key] = _Record(delta.prompt_checksum, delta.observed)
+                record = group.records[key] = TokenRecord(delta.prompt_checksum, delta.observed)
             if delta.start == record.num_tokens:
                 record.append(delta.tokens)

@@ -9,8 +9,8 @@ import numpy as np
 
 from rollout.types import IntArray, Prompt
 
-Message = dict[str, str]
-"""`role` and `content`."""
+Message = dict[str, Any]
+"""`role`, `content` and more, in the form that chat templates read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,25 @@ class Row:
 
     question: str
     """The user's last message."""
+    question_fields: Message = field(default_factory=dict)
+    """The fields of that message besides role and content, such as its `name`."""
     context: tuple[Message, ...] = ()
     """The messages before the question, such as a system prompt."""
+    following: tuple[Message, ...] = ()
+    """The messages after the question: calls of the assistant and their results, from which the policy goes on."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The tools that the chat template shows for this row, in the form that templates read."""
+    place: str = field(default="", compare=False)
+    """The file and line, for errors."""
     ground_truth: str
-    """What the reward compares the answer with: for GSM8K the number after `####`."""
+    """The answer that the reward compares with: for GSM8K the number after `####`."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def messages(self, template: str) -> list[Message]:
+        """Return all messages, in which `template` stands around the question."""
+        question = {"role": "user", "content": template.replace("{question}", self.question)}
+        return [*self.context, question | self.question_fields, *self.following]
 
 
 class PromptStream:

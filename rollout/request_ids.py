@@ -20,13 +20,13 @@ _OPENAI = re.compile(r"(?P<response>cmpl-(?P<chosen>.+))-\d+|chatcmpl-(?P<chat>.
 
 @dataclass(frozen=True, slots=True)
 class RequestId:
-    """Which request of a run this is. `str` gives its name inside an engine.
+    """The name of a request of a run. `str` gives it as an engine knows it.
 
     Example: str(RequestId(ordinal=17, attempt=1, episode=3, turn=2)) == "17.1-3-2"
     """
 
     ordinal: int
-    """Of the prompt, in the stream or in the held-out set."""
+    """The ordinal of the prompt, in the stream or in the held-out set."""
     attempt: int = 0
     """A request of an attempt that was given up may still run, so the next one has another number."""
     episode: int = 0
@@ -42,7 +42,7 @@ class RequestId:
 
     @property
     def whole(self) -> Self:
-        """The request that this one is a part of."""
+        """Return the request that this one is a part of."""
         return replace(self, part=0)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,12 +57,12 @@ class RequestId:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The reverse of `str`; None for the name of an HTTP client's request."""
-        found = _OWN.fullmatch(name)
-        if found is None:
+        """Read what `str` wrote. Return None for the name of an HTTP client's request."""
+        match = _OWN.fullmatch(name)
+        if match is None:
             return None
-        numbers = {key: int(found[key] or 0) for key in ("ordinal", "attempt", "episode", "turn", "part")}
-        return cls(**numbers, is_evaluation=found["evaluation"] is not None)
+        numbers = {key: int(match[key] or 0) for key in ("ordinal", "attempt", "episode", "turn", "part")}
+        return cls(**numbers, is_evaluation=match["evaluation"] is not None)
 
 
 class ClientNames(NamedTuple):
@@ -80,10 +80,10 @@ class ClientNames(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Self:
         """`name`: the engine's."""
-        found = _OPENAI.fullmatch(name)
-        if found is None:
+        match = _OPENAI.fullmatch(name)
+        if match is None:
             return cls(name, name, name)
-        return cls(name, found["response"] or name, found["chosen"] or found["chat"])
+        return cls(name, match["response"] or name, match["chosen"] or match["chat"])
 
 
 def repeated(name: str, number: int) -> str:

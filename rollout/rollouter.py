@@ -2,20 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.buffer import TrajectoryBuffer
-from rollout.errors import AgentWorkerLostError, EpisodesLostError, ReplicaLostError, TooFewReplicasError
+from rollout.errors import AgentWorkerLostError, EpisodesLostError, NoReplicaLeftError, TooFewReplicasError
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import GroupClaimed, GroupMoved
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.progress import Attempt, PartialCompletion
+from rollout.progress import Attempt, EpisodesOpen, GroupMessage, GroupProgress, Move, ReplicaLost
 from rollout.prompts import PromptStream
-from rollout.request_ids import InGroup
-from rollout.router import ReplicaRouter
 from rollout.staleness import Slot
 from rollout.teacher.teacher import Teacher
 from rollout.types import DiscardedGroup, DiscardReason, Prompt, SamplingParams, TrajectoryGroup
@@ -30,47 +29,38 @@ ALONE_AT_ONCE = 4
 class GroupRunner(Protocol):
     """The agent workers."""
 
-    async def run_group(
-        self,
-        prompt: Prompt,
-        replica: str,
-        sampling: SamplingParams,
-        group_size: int,
-        attempt: Attempt,
-        *,
-        on_open: Callable[[int], None],
-    ) -> TrajectoryGroup:
-        """Run the agent loops of a group on one replica, and its rewards. Raises ReplicaLostError, EpisodesLostError
-        and AgentWorkerLostError.
+    def run_group(
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> AsyncGenerator[GroupMessage, Move | None]:
+        """Run the agent loops of a group, and its rewards, in one call that lasts until the group is complete.
 
-        `on_open`: told how many episodes are still open, which ask the replica for more, whenever some have ended."""
+        Yields:
+            EpisodesOpen: whenever episodes have ended.
+            ReplicaLost: the episodes wait. A `Move` must be sent in answer.
+            TrajectoryGroup: the group, at last.
+
+        Closing the generator ends the episodes. Raises AgentWorkerLostError.
+        """
         ...
 
 
-@dataclass(slots=True)
-class _Room:
-    """What an attempt at a group holds of a replica's room: less and less, as its episodes end."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupUnderWay(GroupProgress):
+    """A prompt that has a slot and is not complete: the driver's one record of it."""
 
-    router: ReplicaRouter
-    replica: str
-    held: int
-    """Trajectories."""
-
-    def keep(self, num_open: int) -> None:
-        """Give back what more than `num_open` episodes have. What is told late or twice gives nothing back."""
-        if num_open < self.held:
-            self.router.release(self.replica, self.held - num_open)
-            self.held = num_open
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupUnderWay:
     slot: Slot
     prompt: Prompt
-    attempt: Attempt = field(default_factory=Attempt)
+    held: int = 0
+    """Trajectories for which it holds room on its replica. Each that ends gives its room back."""
+    alone: bool = False
+    """True while it runs in a process of its own."""
     failures: int = 0
     losses: int = 0
     """Agent workers that died while they ran it, together with other groups: it may or may not be the cause."""
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(number=self.number, partials=self.partials(), alone=self.alone)
 
 
 @dataclass(kw_only=True)
@@ -79,9 +69,9 @@ class Rollouter:
     the error. Tokens sampled before a replica was lost, or a run ended, are never sampled again.
 
     Example of the events of one prompt:
-        router.acquire -> buffer.claim -> stream.next -> runner.run_group, which raises ReplicaLostError
-        -> fleet.lose -> router.acquire -> runner.run_group of attempt 1, which begins with the tokens that attempt 0
-        had sampled -> teacher.score, if there is a teacher -> buffer.put
+        router.acquire -> buffer.claim -> stream.next -> runner.run_group, which yields ReplicaLost -> fleet.lose
+        -> router.acquire -> Move into the open call: attempt 1 begins with the tokens that attempt 0 had sampled
+        -> the call yields the group -> teacher.score, if there is a teacher -> buffer.put
     """
 
     stream: PromptStream
@@ -93,14 +83,13 @@ class Rollouter:
     sampling: SamplingParams
     group_size: int
     group_timeout_s: float
+    """Bounds each attempt at a group, and the wait of its episodes for another replica."""
     teacher: Teacher | None = None
     """Scores every group before the buffer gets it."""
     emit: Emit = nobody
     replayable: bool = True
-    """Whether episodes that run again from their beginning hear what was sampled for them before. With false they get
-    new answers, and only those that wait for another replica go on from their tokens."""
-    under_way: dict[int, GroupUnderWay] = field(default_factory=dict, init=False)
-    """Ordinal -> group. Those of the run that is resumed are in here when the run starts, and are dispatched first."""
+    """True where episodes that run again from their beginning hear what was sampled for them before. With false they
+    get new answers, and only episodes that wait for another replica go on from their tokens."""
     counters: dict[str, int] = field(init=False)
     """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
     theirs was known."""
@@ -110,11 +99,22 @@ class Rollouter:
         self._router, self._progress = self.fleet.router, self.fleet.progress
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
 
+    @property
+    def under_way(self) -> dict[int, GroupUnderWay]:
+        """Return the groups under way by ordinal, in the order of their dispatch."""
+        groups = self._progress.groups.items()
+        return {ordinal: group for ordinal, group in groups if isinstance(group, GroupUnderWay)}
+
+    def register(self, group: GroupUnderWay) -> None:
+        """Add a group to those under way. The groups of a resumed run are added before it starts, and dispatched
+        first."""
+        self._progress.groups[group.ordinal] = group
+
     async def run(self) -> None:
         """Consume free slots and room on replicas, produce groups, return when the buffer needs no more."""
         async with asyncio.TaskGroup() as groups:
-            for group in list(self.under_way.values()):
-                group.attempt = self._anew(group.attempt)
+            for group in self.under_way.values():
+                self._begin_anew(group)
                 self._start(groups, group, await self._router.acquire(self.group_size))
             while True:
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
@@ -130,19 +130,20 @@ class Rollouter:
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
                     self._router.release(replica, self.group_size)
                     replica = await self._router.acquire(self.group_size)
-                group = GroupUnderWay(slot=slot, prompt=self.stream.next())
-                self.under_way[group.prompt.ordinal] = group
+                prompt = self.stream.next()
+                group = GroupUnderWay(ordinal=prompt.ordinal, slot=slot, prompt=prompt)
+                self.register(group)
                 self.counters["trajectories_started"] += self.group_size
-                self.emit(GroupClaimed(ordinal=group.prompt.ordinal, replica=replica))
+                self.emit(GroupClaimed(ordinal=prompt.ordinal, replica=replica))
                 self._start(groups, group, replica)
 
     def _start(self, groups: asyncio.TaskGroup, group: GroupUnderWay, replica: str) -> None:
-        room = _Room(self._router, replica, self.group_size)
-        task = groups.create_task(self._produce(group, room))
-        task.add_done_callback(lambda _: room.keep(0))  # also if the run ends before its first step
+        self._place(group, replica)
+        task = groups.create_task(self._produce(group))
+        task.add_done_callback(lambda _: self._keep_room(group, 0))  # also if the run ends before its first step
 
     def left_over(self) -> list[DiscardedGroup]:
-        """What a run that ended had begun and did not need, because it was resumed with fewer steps."""
+        """Return the groups that were begun and are not needed, because the run was resumed with fewer steps."""
         ready = {group.prompt.ordinal: group for group in self.buffer.ready}
         ordinals = sorted({*ready, *self.under_way, *self.stream.returned})
         return [
@@ -154,115 +155,142 @@ class Rollouter:
             for ordinal in ordinals
         ]
 
-    async def _produce(self, group: GroupUnderWay, room: "_Room") -> None:
-        """Try the group until it is complete or given up, always under the same slot."""
-        ordinal = group.prompt.ordinal
+    async def _produce(self, group: GroupUnderWay) -> None:
+        """Run the group until it is complete or given up, always under the same slot."""
         while True:
-            replica = room.replica
             try:
-                finished = await self._attempt(group, room)
-            except ReplicaLostError as error:
-                all_known = await self.fleet.lose(replica, error)
-                self._count_lost(self._progress.partials(ordinal), all_known)
-                self._begin_next(group, waits=not group.attempt.alone)
-                self._tell_moved(group, error)
-            except EpisodesLostError as error:
-                logger.warning("prompt %d begins anew: %s", ordinal, error)
-                await self._take_back(group, replica)
-                self._tell_moved(group, error)
-            except TooFewReplicasError:  # of the teacher: no other attempt would have one
+                finished = await self._run(group)
+            except (TooFewReplicasError, NoReplicaLeftError):  # no other call would have a replica
                 raise
+            except EpisodesLostError as error:
+                logger.warning("prompt %d begins anew: %s", group.ordinal, error)
+                self._begin_anew(group)
+                self._tell_moved(group, error)
             except Exception as error:
                 is_failure = self._is_failure(group, error)
-                await self._take_back(group, replica)
-                if is_failure and self.buffer.failures.gives_up(ordinal, group.failures, error):
+                await self._take_back(group)
+                if is_failure and self.buffer.failures.gives_up(group.ordinal, group.failures, error):
                     await self.buffer.fail(group.slot, group.prompt, error)
-                    return self._forget(ordinal)
+                    return self._progress.end(group.ordinal)
                 self._tell_moved(group, error)
             else:
                 await self.buffer.put(group.slot, finished)
-                return self._forget(ordinal)
-            room = await self._room(group)
+                # No await stands between the buffer's taking the group and this: a checkpoint finds it in one place.
+                return self._progress.end(group.ordinal)
+            await self._isolate(group)
+            await self._take_room(group)
+
+    async def _run(self, group: GroupUnderWay) -> TrajectoryGroup:
+        """Run the group in one call to an agent worker, on one replica after another. An episode that ends gives its
+        room there back at once, the others when the attempt is over, however it ends."""
+        assert group.replica is not None
+        try:
+            async with aclosing(
+                self.runner.run_group(group.prompt, group.replica, self.sampling, self.group_size, group.attempt)
+            ) as messages:
+                move: Move | None = None
+                while True:
+                    where = f"prompt {group.ordinal} on {group.replica}"
+                    async with within(self.group_timeout_s, "rollout.group_timeout_s", where):
+                        message = await messages.asend(move)
+                        while isinstance(message, EpisodesOpen):
+                            self._keep_room(group, message.count)
+                            message = await anext(messages)
+                        if not isinstance(message, ReplicaLost):
+                            return await self._scored_by_teacher(group, message)
+                    move = await self._move(group, message.error)
+        finally:
+            self._keep_room(group, 0)
+            if group.alone:
+                self._alone.release()
+
+    async def _scored_by_teacher(self, group: GroupUnderWay, finished: TrajectoryGroup) -> TrajectoryGroup:
+        if self.teacher is None or finished.is_aborted:
+            return finished
+        self._keep_room(group, 0)
+        return await self.teacher.score(finished)
+
+    async def _move(self, group: GroupUnderWay, error: Exception) -> Move:
+        """Find another replica for the episodes of a group, which wait for it in their agent worker. Raises
+        EpisodesLostError when none comes within rollout.group_timeout_s."""
+        assert group.replica is not None
+        self._keep_room(group, 0)
+        all_known = await self.fleet.lose(group.replica, error)
+        self._count_lost(group, all_known)
+        group.end_attempt()
+        self._tell_moved(group, error)
+        try:
+            async with within(self.group_timeout_s, "rollout.group_timeout_s", "waiting for another replica"):
+                return Move(await self._take_room(group), group.attempt)
+        except TimeoutError as late:
+            raise EpisodesLostError(str(late)) from error
 
     def _tell_moved(self, group: GroupUnderWay, error: Exception) -> None:
-        why = f"{type(error).__name__}: {error}"
-        self.emit(GroupMoved(ordinal=group.prompt.ordinal, attempt=group.attempt.number, why=why))
+        self.emit(GroupMoved(ordinal=group.ordinal, attempt=group.number, why=f"{type(error).__name__}: {error}"))
 
     def _is_failure(self, group: GroupUnderWay, error: Exception) -> bool:
-        """Whether the error counts against the group. Of the groups that an agent worker takes with it at most one is
-        the cause: the one whose own process dies too, when it runs alone, and the others are cleared."""
-        ordinal = group.prompt.ordinal
+        """Return whether the error counts against the group. Of the groups that an agent worker takes with it at most
+        one is the cause: the one whose own process dies too, when it runs alone, and the others are cleared."""
+        was_alone, group.alone = group.alone, False
         if isinstance(error, AgentWorkerLostError):
-            if not group.attempt.alone:
+            if not was_alone:
                 group.losses += 1
-                logger.warning("prompt %d continues elsewhere: %s", ordinal, error)
+                logger.warning("prompt %d continues elsewhere: %s", group.ordinal, error)
                 return False
             for other in self.under_way.values():
-                if not other.attempt.alone:
+                if other is not group and not other.alone:
                     other.losses = 0
         group.failures += 1
-        logger.warning("prompt %d failed (%d)", ordinal, group.failures, exc_info=error)
+        logger.warning("prompt %d failed (%d)", group.ordinal, group.failures, exc_info=error)
         return True
 
-    async def _take_back(self, group: GroupUnderWay, replica: str) -> None:
+    async def _take_back(self, group: GroupUnderWay) -> None:
         """Take what the group has sampled on a replica that lives into its next attempt, and end its requests there."""
+        assert group.replica is not None
+        replica = group.replica
         await self.fleet.collect_progress(replica)
-        running = self._progress.running(group.prompt.ordinal)
-        self._begin_next(group, waits=False)
+        running = group.running()
+        group.end_attempt()  # before the abort, so that its end is not taken for the end of a response
+        self._begin_anew(group)
         if running:
             await self.fleet.abort(replica, running)
 
-    def _begin_next(self, group: GroupUnderWay, *, waits: bool) -> None:
-        """End the attempt. Later reports about it are ignored: its requests may have been aborted. `waits`: whether its
-        episodes wait for the next one in their agent worker."""
-        ordinal = group.prompt.ordinal
-        attempt = Attempt(number=group.attempt.number + 1, partials=self._progress.partials(ordinal))
-        group.attempt = attempt if waits else self._anew(attempt)
-        self._progress.end(ordinal)
+    def _begin_anew(self, group: GroupUnderWay) -> None:
+        """Restart the episodes in the next call. If replay is allowed, they receive the recorded completions again."""
+        if not self.replayable:
+            group.records.clear()
 
-    def _anew(self, attempt: Attempt) -> Attempt:
-        """The attempt, for episodes that begin anew."""
-        return attempt if self.replayable else replace(attempt, partials={})
-
-    async def _room(self, group: GroupUnderWay) -> "_Room":
-        """Reserve room for the next attempt. It waits for an update that is under way: until then the replica may
-        have older weights than those that sampled the tokens of the group."""
+    async def _isolate(self, group: GroupUnderWay) -> None:
+        """Let the group run alone next if it may be the cause of deaths, once few others do."""
+        group.alone = False
         if group.losses >= LOSSES_BEFORE_ALONE:
             await self._alone.acquire()
-            if group.losses >= LOSSES_BEFORE_ALONE:
-                group.attempt = replace(group.attempt, alone=True)
-            else:  # meanwhile another group was found to be the cause
+            group.alone = group.losses >= LOSSES_BEFORE_ALONE
+            if not group.alone:  # meanwhile another group was found to be the cause
                 self._alone.release()
+
+    async def _take_room(self, group: GroupUnderWay) -> str:
+        """Reserve room for the next attempt, and return its replica. An update that is under way is waited for: until
+        then the replica may have older weights than those that sampled the tokens of the group."""
         async with self.updating:
             pass
-        return _Room(self._router, await self._router.acquire(self.group_size), self.group_size)
+        replica = await self._router.acquire(self.group_size)
+        self._place(group, replica)
+        return replica
 
-    async def _attempt(self, group: GroupUnderWay, room: "_Room") -> TrajectoryGroup:
-        """One try on one replica. An episode that ends gives its room there back at once, the others when it is over,
-        however it ends."""
-        prompt, attempt, replica = group.prompt, group.attempt, room.replica
-        self._progress.begin(prompt.ordinal, attempt, replica)
-        try:
-            async with within(self.group_timeout_s, "rollout.group_timeout_s", f"prompt {prompt.ordinal} on {replica}"):
-                done = await self.runner.run_group(
-                    prompt, replica, self.sampling, self.group_size, attempt, on_open=room.keep
-                )
-                if self.teacher is None or done.is_aborted:
-                    return done
-                room.keep(0)
-                return await self.teacher.score(done)
-        finally:
-            room.keep(0)
-            if attempt.alone:
-                self._alone.release()
+    def _place(self, group: GroupUnderWay, replica: str) -> None:
+        self._progress.place(group, replica)
+        group.held = self.group_size
 
-    def _forget(self, ordinal: int) -> None:
-        """No await comes between the buffer's taking the group and this, so a checkpoint finds it in one place only."""
-        del self.under_way[ordinal]
-        self._progress.end(ordinal)
+    def _keep_room(self, group: GroupUnderWay, num_open: int) -> None:
+        """Give back the room that more than `num_open` episodes have."""
+        if num_open < group.held:
+            assert group.replica is not None
+            self._router.release(group.replica, group.held - num_open)
+            group.held = num_open
 
-    def _count_lost(self, partials: dict[InGroup, PartialCompletion], all_known: bool) -> None:
-        known = {episode for (episode, _), partial in partials.items() if partial.completion.num_tokens}
+    def _count_lost(self, group: GroupUnderWay, all_known: bool) -> None:
+        known = {episode for (episode, _), partial in group.partials().items() if partial.completion.num_tokens}
         self.counters["moved"] += len(known)
         if not all_known:  # the others may have had tokens
             self.counters["restarted"] += max(0, self.group_size - len(known))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollout.progress import Attempt, PartialCompletion
+from rollout.progress import PartialCompletion, TokenRecord
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
 from rollout.types import Trajectory, TrajectoryGroup
@@ -18,6 +18,10 @@ from rollout.types import Trajectory, TrajectoryGroup
 
 class OtherPromptsError(ValueError):
     """The data, its order or the seed differs from the checkpoint's: its ordinals would name other prompts."""
+
+
+class LostPromptsError(ValueError):
+    """The checkpoint does not account for every prompt, so that a resumed run would skip or repeat some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,10 +56,12 @@ class RolloutState:
     failed_rewards: int
     counters: dict[str, int]
     """Counters of the whole run, for its summary."""
+    num_trained: int | None = None
+    """Groups that were trained. None: the checkpoint is from before it was counted."""
 
 
 def capture(rollouter: Rollouter) -> RolloutState:
-    """The state now. The next await may change it."""
+    """Return the state now. The next await may change it."""
     stream, buffer = rollouter.stream, rollouter.buffer
     return RolloutState(
         prompts_checksum=stream.checksum,
@@ -67,7 +73,7 @@ def capture(rollouter: Rollouter) -> RolloutState:
                 ordinal=ordinal,
                 claimed_version=group.slot.claimed_version,
                 failures=group.failures,
-                partials=rollouter.fleet.progress.partials(ordinal) or dict(group.attempt.partials),
+                partials=group.partials(),
             )
             for ordinal, group in rollouter.under_way.items()
         ),
@@ -83,6 +89,7 @@ def capture(rollouter: Rollouter) -> RolloutState:
             "aborted": buffer.num_aborted,
             **rollouter.counters,
         },
+        num_trained=buffer.num_trained,
     )
 
 
@@ -90,37 +97,57 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     """Put the state into the new rollouter of a run that resumes after the checkpoint's steps.
 
     Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed, or no teacher
-    has scored them; the stream gives their prompts first. Raises OtherPromptsError.
+    has scored them; the stream gives their prompts first. Raises OtherPromptsError and LostPromptsError.
     """
     stream, buffer = rollouter.stream, rollouter.buffer
     if stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
     same_groups = state.group_size == rollouter.group_size
-    given_back: list[int] = []
+    returned: list[int] = []
     for ready in state.ready:
         group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)
         is_whole = same_groups and (rollouter.teacher is None or group.is_taught)
         if not (is_whole and buffer.adopt(group)):
-            given_back.append(ready.ordinal)
+            returned.append(ready.ordinal)
     for under_way in state.under_way:
         slot = buffer.ledger.adopt(under_way.claimed_version) if same_groups else None
         if slot is None:
-            given_back.append(under_way.ordinal)
+            returned.append(under_way.ordinal)
         else:
-            rollouter.under_way[under_way.ordinal] = GroupUnderWay(
+            group = GroupUnderWay(
+                ordinal=under_way.ordinal,
                 slot=slot,
                 prompt=stream.at(under_way.ordinal),
-                attempt=Attempt(partials=under_way.partials),
+                records={key: TokenRecord.of(partial) for key, partial in under_way.partials.items()},
                 failures=under_way.failures,
             )
+            rollouter.register(group)
     stream.ordinal = state.next_ordinal
-    stream.returned = sorted([*state.returned, *given_back])
+    stream.returned = sorted([*state.returned, *returned])
     buffer.failures.failed_groups = list(state.failed_groups)
     buffer.failures.failed_rewards = state.failed_rewards
     buffer.ledger.num_dropped, buffer.num_filtered = state.counters["dropped"], state.counters["filtered"]
     buffer.num_aborted = state.counters.get("aborted", 0)
     rollouter.counters = {name: state.counters[name] for name in rollouter.counters}
-    return len(given_back)
+    _require_every_prompt_once(rollouter, state.num_trained)
+    return len(returned)
+
+
+def _require_every_prompt_once(rollouter: Rollouter, num_trained: int | None) -> None:
+    """Check that each prompt that the stream has handed out is trained, discarded or still in one place: a stream that
+    goes on too late has skipped some, and one that goes on too early repeats some."""
+    stream, buffer = rollouter.stream, rollouter.buffer
+    ready = (group.prompt.ordinal for group in buffer.ready)
+    known = {*ready, *rollouter.under_way, *stream.returned, *buffer.failures.failed_groups}
+    discarded = buffer.num_filtered + buffer.num_aborted + buffer.ledger.num_dropped
+    rest = stream.ordinal - len(known) - discarded
+    buffer.num_trained = rest if num_trained is None else num_trained
+    if rest != buffer.num_trained:
+        raise LostPromptsError(
+            f"the rollouts of the checkpoint account for {buffer.num_trained} trained prompts, {discarded} discarded "
+            f"and {len(known)} others, and the stream would go on at prompt {stream.ordinal}: it would "
+            f"{'skip' if rest > buffer.num_trained else 'repeat'} {abs(rest - buffer.num_trained)}"
+        )
 
 
 def encode(state: RolloutState) -> bytes:
@@ -128,18 +155,19 @@ def encode(state: RolloutState) -> bytes:
 
 
 def decode(data: bytes) -> RolloutState:
-    """Raises ValueError when the bytes are no such state."""
+    """Read a state. Raises ValueError when the bytes are none."""
     return msgspec.msgpack.decode(data, type=RolloutState, dec_hook=_decode_array)
 
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.dtype.str, value.tobytes()
+        shape = (value.shape,) if value.ndim > 1 else ()
+        return value.dtype.str, value.tobytes(), *shape
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.100}")
 
 
 def _decode_array(_: type, value: Any) -> Any:
-    dtype, data = value
-    return np.frombuffer(data, dtype)
+    dtype, data, *shape = value
+    return np.frombuffer(data, dtype).reshape(*shape or [-1])

@@ -3,7 +3,7 @@
 The unit of admission is a trajectory group. A slot is claimed before its prompt is dispatched and freed only when the
 weights trained on it are live. Optimizer step k (k = 0, 1, ...) trains `groups_per_step` groups and yields version
 k + 1 of the weights; every `update_interval` steps the newest version goes live on the replicas. Where they catch up
-between two updates, they serve a newer version than is called live here: tokens are then fresher than this assumes.
+between two updates, they serve a newer version than is called live here, which counts as the one that is.
 
 Why the bound holds. Let live = v, S = max_staleness, I = update_interval, B = groups_per_step. A group claimed now has
 no token older than v, so it may be trained up to and including step v + (S + 1) I - 1: its *last step*. At most
@@ -43,11 +43,12 @@ class StalenessWindow:
         return self.horizon * self.groups_per_step
 
     def last_step(self, version: int) -> int:
-        """The last step that may train a token of `version`."""
-        return version + self.horizon - 1
+        """Return the last step that may train a token of `version`."""
+        live = version - version % self.update_interval
+        return live + self.horizon - 1
 
     def is_fresh(self, version: int, step: int) -> bool:
-        """Whether step `step` may train a token of `version`."""
+        """Return whether step `step` may train a token of `version`."""
         return staleness(version, step, self.update_interval) <= self.max_staleness
 
 
@@ -120,8 +121,8 @@ class SlotLedger:
         return slot
 
     def finish(self, slot: Slot, min_version: int) -> None:
-        """The group of the slot is ready. `min_version` is the tag of its oldest token. Raises KeyError if the slot is
-        not in flight."""
+        """Take note that the group of the slot is ready. `min_version` is the tag of its oldest token. Raises KeyError
+        if the slot is not in flight."""
         if min_version < slot.claimed_version:
             raise ValueError(f"slot {slot} was claimed at a newer version than its oldest token's, {min_version}")
         del self._in_flight[slot.slot_id]
@@ -162,7 +163,7 @@ class SlotLedger:
         return chosen
 
     def advance(self, global_steps: int) -> None:
-        """Weights tagged `global_steps` are live on every replica: free the slots they were trained on."""
+        """Free the slots that weights tagged `global_steps`, which are live on every replica, were trained on."""
         if global_steps < self.live_version:
             raise ValueError(f"version {global_steps} is older than the live version {self.live_version}")
         self.live_version = global_steps

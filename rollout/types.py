@@ -4,6 +4,7 @@ Token sequences are numpy arrays, because Ray moves them between processes on on
 """
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -33,7 +34,7 @@ class Prompt:
     """The prompt as the model sees it, after the template."""
     token_ids: tuple[int, ...]
     ground_truth: str
-    """What the reward compares with."""
+    """The answer that the reward compares with."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
@@ -46,6 +47,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    """Tokens below this share of the most likely one's probability are left out."""
     max_tokens: int = 32
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -56,14 +59,19 @@ class SamplingParams:
     """Makes a request's sampling repeatable, whatever else the engine runs."""
 
     def __post_init__(self) -> None:
-        """Raises TypeError and ValueError for what is no stop string."""
+        """Check stop strings. Raises TypeError and ValueError."""
         if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
             raise TypeError(f"stop={self.stop!r}: must be a tuple of texts, for example ('</answer>',)")
         if "" in self.stop:
             raise ValueError(f"stop={self.stop!r}: an empty text would stop everything; leave it out")
 
+    @property
+    def truncates(self) -> bool:
+        """Return whether it leaves tokens of the vocabulary out of what is drawn from."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)
+
     def reseeded(self, *path: int) -> Self:
-        """The same with a seed derived from `seed` and `path`, if there is a seed at all."""
+        """Return the same with a seed derived from `seed` and `path`, if there is a seed at all."""
         if self.seed is None:
             return self
         digest = hashlib.sha256("/".join(map(str, (self.seed, *path))).encode()).digest()
@@ -83,10 +91,154 @@ class VersionSpan:
 
 
 def shift_spans(spans: Iterable[VersionSpan], by: int) -> tuple[VersionSpan, ...]:
-    """The spans `by` tokens further on. What would lie before token 0 is cut off."""
+    """Return the spans `by` tokens further on. What would lie before token 0 is cut off."""
     return tuple(
         VersionSpan(max(span.start + by, 0), span.end + by, span.global_steps) for span in spans if span.end + by > 0
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeptTokens:
+    """The tokens that top-p, top-k and min-p left to draw from, for each of T tokens, in compressed sparse rows.
+
+    Whoever computes the probability of a sampled token normalizes over these: it was drawn from nothing else.
+
+    Example, three tokens, of which the second was drawn from the whole vocabulary:
+        counts     2   0  3
+        token_ids  4 9    1 4 7
+    """
+
+    counts: IntArray  # [T] how many were left; 0 all of the vocabulary; UNKNOWN
+    token_ids: IntArray  # [sum of the counts above 0] ascending in each row
+
+    @classmethod
+    def all(cls, num_tokens: int) -> Self:
+        """Return those of tokens that were drawn from the whole vocabulary, or by nobody."""
+        return cls(counts=np.zeros(num_tokens, np.int32), token_ids=np.empty(0, np.int32))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
+        """Join the parts, each with its number of tokens. None, alone and in a part: nothing was left out."""
+        if all(part is None for part, _ in parts):
+            return None
+        whole = [cls.all(num_tokens) if part is None else part for part, num_tokens in parts]
+        return cls(
+            counts=np.concatenate([part.counts for part in whole]),
+            token_ids=np.concatenate([part.token_ids for part in whole]),
+        )
+
+    @property
+    def is_known(self) -> BoolArray:
+        """[T] False where the engine could not say what was left."""
+        return self.counts != UNKNOWN
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[T] the lengths of the rows."""
+        return np.maximum(self.counts, 0).astype(np.int64)
+
+    def offsets(self) -> NDArray[np.int64]:
+        """[T + 1] the place of each row in `token_ids`, and the end of the last."""
+        return np.concatenate([np.zeros(1, np.int64), self.lengths.cumsum()])
+
+    def cut(self, start: int, end: int) -> Self:
+        """Return those of the tokens [start, end)."""
+        first, last = self.offsets()[[start, end]].tolist()
+        return replace(self, counts=self.counts[start:end], token_ids=self.token_ids[first:last])
+
+    def take(self, index: NDArray[np.integer]) -> Self:
+        """Return those of the tokens at `index`."""
+        lengths = self.lengths[index]
+        shift = self.offsets()[:-1][index] - (lengths.cumsum() - lengths)
+        places = np.repeat(shift, lengths) + np.arange(lengths.sum())
+        return replace(self, counts=self.counts[index], token_ids=self.token_ids[places])
+
+    def checksums(self) -> NDArray[np.uint32]:
+        """[T] a number for each row that tells it from others: 0 for the whole vocabulary."""
+        data, ends = self.token_ids.astype("<i4").tobytes(), (4 * self.offsets()).tolist()
+        counts = self.counts.astype("<i4").tobytes()
+        rows = enumerate(zip(ends[:-1], ends[1:], strict=True))
+        numbers = [zlib.crc32(data[first:last], zlib.crc32(counts[4 * t : 4 * t + 4])) for t, (first, last) in rows]
+        return np.where(self.counts == 0, np.uint32(0), np.array(numbers, np.uint32))
+
+
+UNKNOWN = -1
+"""The count of a token of which the engine could not say what was left: it is not trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Routes:
+    """The experts that the sampler's routers chose for each of N inputs, layer by layer. The trainer's routers choose
+    the same again: by themselves, because they round otherwise, they would send some elsewhere.
+
+    The token at the end of a sequence is no input yet. So of a completion, or of a sequence, the last row is that of
+    the input from which its last token was predicted. Further ones lie before it, as far as they are known.
+
+    Example, two inputs, one layer and the two best of 8 experts; nobody saw where the second was sent:
+        experts  [[[3 5]] [[255 255]]]
+    """
+
+    experts: NDArray[np.unsignedinteger]
+    """[N, layers, top_k] in one byte each, or two where there are more than 256 experts. A row of the type's largest
+    number is unknown; a layer without a router has any."""
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    @property
+    def is_known(self) -> BoolArray:
+        """[N] False where a router has to choose by itself."""
+        return (self.experts != unknown_expert(self.experts.dtype)).any(axis=(1, 2))
+
+    def last(self, num_inputs: int) -> Self:
+        """Return the last rows."""
+        return replace(self, experts=self.experts[max(len(self) - num_inputs, 0) :])
+
+    def first(self, num_inputs: int) -> Self:
+        """Return the first rows."""
+        return replace(self, experts=self.experts[:num_inputs])
+
+    def where(self, is_kept: BoolArray) -> Self:
+        """[N] Return the rows, unknown where False."""
+        unknown = np.array(unknown_expert(self.experts.dtype), self.experts.dtype)
+        return replace(self, experts=np.where(is_kept[:, None, None], self.experts, unknown))
+
+    @classmethod
+    def placed(cls, parts: Sequence[tuple[Self | None, slice | NDArray[np.integer]]], num_inputs: int) -> Self | None:
+        """Put the rows of each part at its places among `num_inputs`. The first part that knows a row counts. None: no
+        part has any."""
+        known = [(part, places) for part, places in parts if part is not None]
+        if not known:
+            return None
+        some = known[0][0].experts
+        whole = np.full((num_inputs, *some.shape[1:]), unknown_expert(some.dtype), some.dtype)
+        for part, places in reversed(known):
+            whole[places] = np.where(part.is_known[:, None, None], part.experts, whole[places])
+        return cls(experts=whole)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[tuple[Self | None, int]]) -> Self | None:
+        """Join those of consecutive tokens, each part with its number of tokens. What an earlier part knows counts: a
+        request that goes on elsewhere, on keys and values computed anew, keeps the rows of its first attempt. Unknown
+        ones, such as those of what an environment said, come from the part after, whose prompt they are in."""
+        ends = np.cumsum([num_tokens for _, num_tokens in parts]).tolist()
+        pairs = [(part, end) for (part, _), end in zip(parts, ends, strict=True) if part is not None]
+        begin = min([0, *(end - len(part) for part, end in pairs)])
+        num_inputs = ends[-1] - begin
+        if len(pairs) == 1 and len(pairs[0][0]) == num_inputs:
+            return pairs[0][0]
+        return cls.placed([(part, slice(end - begin - len(part), end - begin)) for part, end in pairs], num_inputs)
+
+    def of_inputs(self, num_inputs: int) -> Self:
+        """Return the rows of all inputs of a sequence: unknown ones before the first that is here."""
+        whole = type(self).concatenate([(self, num_inputs)])
+        assert whole is not None and len(whole) == num_inputs
+        return whole
+
+
+def unknown_expert(dtype: np.dtype[np.unsignedinteger]) -> int:
+    """Return the number that fills the rows of `Routes` that are unknown."""
+    return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,6 +253,11 @@ class Completion:
     """"stop" (end-of-sequence or a stop string), "length" (max_tokens), "abort", or "" while the request runs."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    kept: KeptTokens | None = None
+    """The tokens that each was drawn from. None: all from the whole vocabulary."""
+    routes: Routes | None = None
+    """The experts of the inputs that the tokens were predicted from, and of the prompt's before them. None: there are
+    no experts, or the engine does not say."""
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +282,8 @@ class Completion:
             spans=tuple(spans),
             finish_reason=parts[-1].finish_reason,
             cached_tokens=parts[0].cached_tokens,
+            kept=KeptTokens.concatenate([(part.kept, part.num_tokens) for part in parts]),
+            routes=Routes.concatenate([(part.routes, part.num_tokens) for part in parts]),
         )
 
     def after(self, start: int) -> Self:
@@ -134,6 +293,8 @@ class Completion:
             token_ids=self.token_ids[start:],
             logprobs=self.logprobs[start:],
             spans=shift_spans(self.spans, -start),
+            kept=None if self.kept is None else self.kept.cut(min(start, self.num_tokens), self.num_tokens),
+            routes=self.routes if start == 0 or self.routes is None else self.routes.last(self.num_tokens - start),
         )
 
 
@@ -148,15 +309,19 @@ class GenerationRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     partial: Completion | None = None
-    """What has been sampled of it before. The replica answers with the whole."""
+    """The tokens sampled of it before. The replica answers with the whole."""
     is_continuation: bool = False
-    """Whether an engine was at work on it before. Set by the replica: such a request takes a seat before new ones."""
+    """True where an engine was at work on it before. Set by the replica: such a request takes a seat before new
+    ones."""
     num_sampled: int = 0
-    """How many tokens at the end of `prompt_ids` are the beginning of its own response. Set by the replica: a stop
-    string may begin in them."""
+    """The number of tokens at the end of `prompt_ids` that are the beginning of its own response. Set by the replica: a
+    stop string may begin in them."""
     num_observed: int | None = None
-    """How many tokens at the end of `prompt_ids` an environment said since the turn before, or, before the first turn,
-    since the prompt. They are kept with what is sampled, for an episode that runs again. None: nobody keeps them."""
+    """The number of tokens at the end of `prompt_ids` that an environment said since the turn before, or, before the
+    first turn, since the prompt. They are kept with what is sampled, for an episode that runs again. None: nobody keeps
+    them."""
+    num_routed: int = 0
+    """The number of tokens at the beginning of `prompt_ids` whose `Routes` need not be sent: whoever asks has them."""
 
     @property
     def observed(self) -> IntArray | None:
@@ -176,7 +341,7 @@ class TurnReward:
     end: int
     reward: float
     number: int
-    """How many rewarded turns of the episode precede it in time, those of other branches too."""
+    """The number of rewarded turns of the episode that precede it in time, those of other branches too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,19 +362,27 @@ class TokenSequence:
     """Version spans over the sampled tokens of [0, R)."""
     teacher_logprobs: FloatArray | None = None
     """[R] the teacher's logprobs at temperature 1, 0 where the policy did not sample the token; None: not scored."""
+    kept: KeptTokens | None = None
+    """[R] the tokens that each was drawn from. None: all from the whole vocabulary."""
+    routes: Routes | None = None
+    """The experts of its inputs, of all tokens but the last; the first ones may be missing. None: all are unknown."""
     turn_rewards: tuple[TurnReward, ...] = ()
-    """By `end`, ascending, for an episode that is rewarded by turns. The trajectory's reward contains them. A turn that
-    got none is one of 0, or belongs to the next."""
+    """The rewards of turns, ascending by `end`, for an episode that is rewarded by turns. The trajectory's reward
+    contains them. A turn that got none is one of 0, or belongs to the next."""
 
     @classmethod
     def of(cls, prompt_ids: Iterable[int], response: Completion, loss_mask: BoolArray | None = None) -> Self:
-        """The sequence of a response. `loss_mask`: where the policy sampled it; everywhere if not given."""
+        """Make the sequence of a response. `loss_mask` says where the policy sampled it, by default everywhere. Tokens
+        of which nobody knows what they were drawn from are left out of the loss."""
+        loss_mask = np.ones(response.num_tokens, np.bool_) if loss_mask is None else loss_mask
         return cls(
             prompt_ids=np.fromiter(prompt_ids, np.int32),
             response_ids=response.token_ids,
-            loss_mask=np.ones(response.num_tokens, np.bool_) if loss_mask is None else loss_mask,
+            loss_mask=loss_mask if response.kept is None else loss_mask & response.kept.is_known,
             rollout_logprobs=response.logprobs,
             spans=response.spans,
+            kept=response.kept,
+            routes=response.routes,
         )
 
     @property
@@ -232,7 +405,7 @@ class Trajectory:
     sequences: tuple[TokenSequence, ...]
     """In the order in which they began; none if the policy was never asked."""
     reward: float
-    """What the reward function gave, or the sum of what the environment gave; 0 where there is an `error`."""
+    """The value that the reward function gave, or the sum of what the environment gave; 0 where there is an `error`."""
     finish_reason: str
     """"stop", "length" (the response reached its limit of tokens or turns) or "abort"."""
     text: str
@@ -241,36 +414,46 @@ class Trajectory:
     """Name of the replica that sampled it."""
     cached_tokens: int = 0
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    """What the reward function reported besides the number."""
+    """The metrics that the reward function reported besides the number."""
     agent_metrics: dict[str, float] = field(default_factory=dict)
-    """What the agent loop and its environment measured."""
+    """The metrics of the agent loop and its environment."""
     overlong_penalty: float = 0.0
-    """At most 0; below for a response near its limit. Not part of `reward`."""
+    """The penalty for a response near its limit: 0 or below. It is not part of `reward`."""
     error: str | None = None
     """Why there is no reward."""
     began: float = 0.0
-    """When the agent worker began the last attempt at its group, in seconds since the epoch."""
+    """The time at which the agent worker began the last call for its group, in seconds since the epoch, by the driver's
+    clock."""
     generate_s: float = 0.0
-    """How long its episode took in that attempt, and `reward_s` its reward; where the episodes of the group ran in one
+    """Seconds that its episode took in that call, and `reward_s` its reward; where the episodes of the group ran in one
     call, how long all of them took."""
     reward_s: float = 0.0
+    tool_s: float = 0.0
+    """The part of `generate_s` in which no request was at a replica: tools, environment, harness."""
     score_s: float = 0.0
-    """How long the teacher took for its group, waiting included; 0 without one."""
+    """Seconds that the teacher took for its group, waiting included; 0 without one."""
 
     @property
     def shaped_reward(self) -> float:
-        """The reward that is learned from."""
+        """Return the reward that is learned from."""
         return self.reward + self.overlong_penalty
 
     @property
+    def largest_reward(self) -> float:
+        """Return the size of the largest number that its reward was added up from: sums are exact to `ROUNDING` of
+        it."""
+        turns = (turn.reward for sequence in self.sequences for turn in sequence.turn_rewards)
+        return max(map(abs, (self.reward, self.overlong_penalty, *turns)))
+
+    @property
     def is_scored(self) -> bool:
-        """Whether its reward says anything. A trajectory without one, or that a client aborted, is not trained and
-        counts in no baseline."""
+        """Return whether its reward says anything. A trajectory without one, or that a client aborted, is not trained
+        and counts in no baseline."""
         return self.error is None and self.finish_reason != "abort"
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
+        """Return the number of tokens of all responses."""
         return sum(len(sequence.response_ids) for sequence in self.sequences)
 
     @property
@@ -279,7 +462,7 @@ class Trajectory:
 
     @property
     def versions(self) -> frozenset[int]:
-        """`global_steps` of its sampled tokens."""
+        """Return the versions of its sampled tokens."""
         return frozenset(span.global_steps for sequence in self.sequences for span in sequence.spans)
 
 
@@ -290,7 +473,7 @@ class TrajectoryGroup:
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
     greedy: Trajectory | None = None
-    """With remax: a greedy trajectory, not trained, whose reward is the baseline."""
+    """The greedy trajectory of remax, not trained, whose reward is the baseline."""
 
     @property
     def errors(self) -> list[str | None]:
@@ -300,18 +483,21 @@ class TrajectoryGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """False for a group that every group-relative advantage sets to 0. The overlong penalty does not count: a
+        """False for a group of equal rewards, which grpo and its kin set to 0. The overlong penalty does not count: a
         group is solved or not whatever its lengths (DAPO, arXiv:2503.14476, eq. 11)."""
-        return len({trajectory.reward for trajectory in self.trajectories if trajectory.is_scored}) > 1
+        scored = [trajectory for trajectory in self.trajectories if trajectory.is_scored]
+        rewards = [trajectory.reward for trajectory in scored]
+        rounding = ROUNDING * max((trajectory.largest_reward for trajectory in scored), default=0.0)
+        return max(rewards, default=0.0) - min(rewards, default=0.0) > rounding
 
     @property
     def is_aborted(self) -> bool:
-        """Whether a client aborted every trajectory, so that nothing is left to learn from."""
+        """Return whether a client aborted every trajectory, so that nothing is left to learn from."""
         return all(trajectory.finish_reason == "abort" for trajectory in self.trajectories)
 
     @property
     def is_taught(self) -> bool:
-        """Whether a teacher has scored every trajectory."""
+        """Return whether a teacher has scored every trajectory."""
         return all(
             sequence.teacher_logprobs is not None
             for trajectory in self.trajectories
@@ -320,12 +506,16 @@ class TrajectoryGroup:
 
     @property
     def min_version(self) -> int:
-        """`global_steps` of the oldest weights that sampled a token. ValueError where there is no token."""
+        """Return the tag of the oldest weights that sampled a token. Raises ValueError where there is no token."""
         return min(version for trajectory in self.trajectories for version in trajectory.versions)
 
     @property
     def num_tokens(self) -> int:
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+
+ROUNDING = 1e-12
+"""The share of the largest summand up to which two sums of rewards are one number: 0.1 + 0.2 is 0.3."""
 
 
 class DiscardReason(Enum):
@@ -365,7 +555,7 @@ class EvaluatedSample:
     error: str | None = None
     """Why the reward failed."""
     agent_metrics: dict[str, float] = field(default_factory=dict)
-    """What the agent loop and its environment measured."""
+    """The metrics of the agent loop and its environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,19 +573,24 @@ class TrainBatch:
     """The groups of one step."""
 
     groups: tuple[TrajectoryGroup, ...]
-    """By prompt ordinal, so the order of arrival cannot change the arithmetic."""
+    """The groups by prompt ordinal, so the order of arrival cannot change the arithmetic."""
     masked_tokens: int
     """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
 
 
 def staleness(version: Version, global_steps: int, interval: int = 1) -> Version:
-    """Versions between the weights that sampled a token and the weights that train it. The one meaning of staleness.
+    """Return the versions between the weights that sampled a token and the weights that train it. The one meaning of
+    staleness.
 
-    Example: with an update every 3 steps, versions 0, 3, 6, ... are live: staleness(0, 5, interval=3) == 1.
+    Every version that went live after the token's weights counts. A replica that catches up between two updates serves
+    weights with a tag between theirs, which are no newer for this than the version that was live then.
+
+    Example: with an update every 3 steps, versions 0, 3, 6, ... are live: staleness(0, 5, interval=3) == 1, and
+    staleness(2, 6, interval=3) == 2, because 3 and 6 went live since.
 
     Args:
         version: tag of the weights that sampled the token, or an array of such tags.
         global_steps: steps taken before the one that trains it.
         interval: weight_sync.interval, steps per version.
     """
-    return (global_steps - version) // interval
+    return global_steps // interval - version // interval

@@ -1,6 +1,6 @@
-"""Reports avg@k, pass@k and maj@k of a model on held-out data: `python -m scripts.evaluate`, `slipstream-evaluate`.
+"""Reports avg@k, pass@k and maj@k of a model on held-out data: `make evaluate`, `slipstream evaluate`.
 
-Example: slipstream-evaluate runs/latest evaluation.samples=4 evaluation.temperature=1
+Example: slipstream evaluate runs/latest evaluation.samples=4 evaluation.temperature=1
 
 The first argument may be a run folder, or a checkpoint in one: the run's own model, data, reward and sizes are taken
 from its config.yaml, and what follows overrides them. Without it, model.path is a Hugging Face name or folder, a run
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from statistics import fmean
 
-from configs.cli.evaluated import of_folder
+from configs.cli.evaluated_run import expand_folder
 from configs.validate import ConfigError
-from scripts.launch.command import Ended, Invocation, Main, run_async
+from scripts.command.command import Ended, Invocation, Main, run_async
 from trainer.tracking.sinks import write_atomically
 
 NEEDED_FILES = ("val_files",)
@@ -24,34 +24,38 @@ NEEDED_FILES = ("val_files",)
 
 def main() -> None:
     try:
-        arguments = of_folder(sys.argv[1:])
+        arguments = expand_folder(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"config error: {error}")
     Main(name="evaluate", command=evaluate, needed_files=NEEDED_FILES).exit(arguments)
 
 
-def evaluate(given: Invocation) -> Ended:
+def evaluate(invocation: Invocation) -> Ended:
+    from scripts.command.resume import holds_run
+    from scripts.command.run_folder import locked
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
-    from scripts.launch.plan import plan
-    from scripts.launch.preview import check_parsers
-    from scripts.launch.resume import holds_run
-    from scripts.launch.run_folder import locked
+    from scripts.launch.model_support import check_model
     from scripts.launch.worlds import check_world
+    from scripts.plan.engine import check_engine
+    from scripts.plan.plan import plan
+    from scripts.plan.preview import refuse_agent_loop
 
-    config = without_trainer(given.config)
-    device = resolve_device(config)
-    check_parsers(config)
+    device = resolve_device(invocation.config)
+    config = without_trainer(invocation.config)
+    check_model(config, trains=False, updates=False)
+    check_engine(config)
     check_world(config, NEEDED_FILES)
     if config.dry_run:
-        sys.stdout.write(plan("evaluate", config, device, given.run_dir, NEEDED_FILES))
+        sys.stdout.write(plan("evaluate", config, device, invocation.run_dir, NEEDED_FILES))
         return Ended(exit_code=0)
-    with locked(given.run_dir):
-        if holds_run(given.run_dir):
-            raise ConfigError(f"hydra.run.dir={given.run_dir}: holds a training run; name another folder")
-        given.save_config()
-        report = run_async(evaluate_model(config, device, given.run_dir))
-        file = given.run_dir / "evaluation.json"
+    refuse_agent_loop(config)
+    with locked(invocation.run_dir):
+        if holds_run(invocation.run_dir):
+            raise ConfigError(f"hydra.run.dir={invocation.run_dir}: holds a training run; name another folder")
+        invocation.save_config()
+        report = run_async(evaluate_model(config, device, invocation.run_dir))
+        file = invocation.run_dir / "evaluation.json"
         write_atomically(file, (json.dumps(report, indent=2) + "\n").encode())
     sys.stdout.write(f"{table(report['scores'])}\n{file}\n")
     return Ended(exit_code=0, accuracy=fmean(fmean(prompt["accuracies"]) for prompt in report["prompts"]))

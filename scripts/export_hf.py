@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder: `python -m scripts.export_hf CHECKPOINT OUT_DIR [--dtype bfloat16]`.
+"""Exports a checkpoint as a Hugging Face folder: `slipstream export CHECKPOINT OUT_DIR [--dtype bfloat16]`.
 
 CHECKPOINT is a checkpoint (`runs/x/checkpoints/step_000020`), or a run folder, which stands for its newest good one.
 The exported folder loads in transformers and in vLLM. The adapter of a run with model.lora.rank is merged into the
@@ -10,8 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
-from configs.checkpoint import CHECKPOINTS, MARKER
-from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore, verified
+from trainer.checkpoint.store import Checkpoint, CheckpointError, checkpoint_at
 
 logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,21 +35,10 @@ def main() -> None:
     sys.stdout.write(f"{options.out_dir}: the {what} after {checkpoint.global_steps} steps, from {checkpoint.path}\n")
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest good one of that run folder. Raises CheckpointError."""
-    folder = path / CHECKPOINTS
-    if (path / MARKER).exists() or not folder.is_dir():
-        return verified(path)
-    newest = CheckpointStore(folder).newest_good(logger.warning)
-    if newest is None:
-        raise CheckpointError(f"{folder} holds no good checkpoint")
-    return newest
-
-
 def export(
     checkpoint: Checkpoint, out_dir: Path, dtype: str, *, base: str | None = None, adapter: bool = False
 ) -> None:
-    """Write the policy, or only its adapter. `base`: see `export_hf`."""
+    """Write the policy, or only its adapter. See `trainer.worker.export.export_hf` for `base`."""
     import torch  # takes seconds: only after the arguments are checked
 
     from trainer.worker.export import export_adapter, export_hf

@@ -1,13 +1,13 @@
 """Adds replicas to a running run, or takes them away.
 
-python -m scripts.fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status [--history]   (default: runs/latest)
+slipstream fleet [--run FOLDER] add [N] | drain NAME | remove NAME | status [--history]   (default: runs/latest)
 
     add       starts N more replicas; each serves once it has the current weights
     drain     the replica gets no new work, and ends when it has finished what it has
     remove    the replica ends now; what it was generating continues on others
     status    one line per replica; --history: what happened to them and when, also after the run has ended
 
-Call it on the machine on which the run was started.
+Call it on the machine on which the run was started; --history works on any that sees the run folder.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from typing import Any
 
 import httpx
 
+from configs.checkpoint import FLEET_SOCKET
 from rollout.events.kinds import FleetEvent
+from scripts.command.run_folder import read_holder
+from scripts.observe.events import EventReader
 from trainer.tracking.events.lines import EVENTS_FILE, event_files
-from trainer.tracking.events.reader import EventReader
 
-SOCKET_FILE = "fleet.sock"
 COLUMNS = {
     "name": "name",
     "state": "state",
@@ -59,13 +60,19 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Returns the text for the console. Raises FleetError."""
+    """Carry out one command. Returns the text for the console. Raises FleetError."""
     if options.command == "status" and options.history:
         return history(options.run)
-    link = options.run / SOCKET_FILE
+    holder = read_holder(options.run)
+    if holder is not None and not holder.is_here:
+        raise FleetError(
+            f"--run {options.run}: it runs on {holder.host}, or was killed there: call this there; status --history "
+            "works here"
+        )
+    link = options.run / FLEET_SOCKET
     if not link.is_symlink():
         raise FleetError(
-            f"--run {options.run}: no {SOCKET_FILE} there: the run has ended, or is not training yet; "
+            f"--run {options.run}: no {FLEET_SOCKET} there: the run has ended, or is not training yet; "
             "status --history tells what happened"
         )
     with httpx.Client(
@@ -83,7 +90,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def history(run_dir: Path) -> str:
-    """One line per event, with its time in UTC. Raises FleetError."""
+    """Return one line per event, with its time in UTC. Raises FleetError."""
     if not event_files(run_dir):
         raise FleetError(f"--run {run_dir}: no {EVENTS_FILE} there: nothing has happened to its replicas")
     reader = EventReader(run_dir)

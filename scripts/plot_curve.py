@@ -1,4 +1,4 @@
-"""Draw the learning curve of a run: `python -m scripts.plot_curve RUN_DIR` makes RUN_DIR/curve.png."""
+"""Draw the learning curve of a run: `slipstream curve RUN_DIR` makes RUN_DIR/curve.png."""
 
 import math
 import sys
@@ -13,11 +13,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from trainer.tracking.sinks import METRICS_FILE, read_metrics
+from scripts.observe.run import Run
+from trainer.tracking.sinks import METRICS_FILE
 
 CURVE_FILE = "curve.png"
 SMOOTHING = 1 / 12
-"""Width of the moving average as a share of the run."""
+"""The width of the moving average as a share of the run."""
 INK, MUTED, FAINT = "#1f2937", "#6b7280", "#e5e7eb"
 REWARD, ACCURACY, STALENESS = "#2563eb", "#ea580c", "#0d9488"
 STYLE = {
@@ -43,7 +44,7 @@ def plot_curve(run_dir: Path) -> None:
     If a step has several records, as after a resume, the last one counts. Raises ValueError if there is no finite
     `critic/rewards/mean`.
     """
-    records = read_metrics(run_dir / METRICS_FILE)
+    records = Run.open(run_dir).metrics()
     if not series(records, "critic/rewards/mean"):
         raise ValueError(f"{run_dir / METRICS_FILE}: no record has a finite 'critic/rewards/mean'")
     with style.context(STYLE):
@@ -106,12 +107,12 @@ def _draw_staleness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _duration(elapsed: Mapping[int, float]) -> str:
-    return f"optimizer steps, {max(elapsed.values()) / 60:.1f} minutes" if elapsed else "optimizer steps"
+    return f"optimizer steps, {max(elapsed.values()) / 60:.1f} minutes of training" if elapsed else "optimizer steps"
 
 
 def main() -> None:
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("plot_curve: python -m scripts.plot_curve RUN_DIR")
+        sys.exit("plot_curve: slipstream curve RUN_DIR")
     plot_curve(Path(sys.argv[1]))
 
 

@@ -1,6 +1,6 @@
 """Turns public data sets into parquet files in verl's schema.
 
-python -m scripts.prepare_data gsm8k|dapo_math|aime_2024|search_r1|all [--source PATH] [--folder data]
+slipstream prepare-data gsm8k|dapo_math|aime_2024|search_r1|all [--source PATH] [--folder data]
 
 data_source, prompt (a list of messages), ability, reward_model {style, ground_truth}, extra_info {split, index};
 search_r1 has also the bare question, and golden_answers, of which ground_truth is the first.
@@ -24,10 +24,11 @@ MATH_PROMPT = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{question}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
-"""What DAPO-Math-17k's prompts say; given to AIME's problems too, so that the test asks as the training does."""
+"""The prompt of DAPO-Math-17k; given to AIME's problems too, so that the test asks as the training does."""
 PROMPT_COLUMNS = ("prompt", "question", "problem", "Problem")
 ANSWER_COLUMNS = ("label", "answer", "Answer", "solution")
-"""Names of the columns in the published sets; the first that a set has is taken, before them verl's reward_model."""
+"""The names of the columns in the published sets. The first that a set has is taken, before them verl's
+reward_model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class DataSet:
     splits: dict[str, str]
     """Maps the file to write to its source on the hub."""
     style: str = "rule-lighteval/MATH_v2"
-    """verl's name of how the answer is compared."""
+    """The name that verl has for how the answer is compared."""
 
 
 DATA_SETS = {  # search_r1 has several answers to a question, and a conversion of its own
@@ -56,10 +57,10 @@ ALL = (*DATA_SETS, "search_r1")
 
 
 def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
-    """Writes `folder`/`name`/`split`.parquet and yields a line about each. Raises DataError.
+    """Write `folder`/`name`/`split`.parquet and yield a line about each. Raises DataError.
 
     Args:
-        source: replaces the hub: a local file or a data set by name, for a set of one split; or a folder that has
+        source: Replaces the hub: a local file or a data set by name, for a set of one split; or a folder that has
             `split`.parquet or `split`.jsonl for every split.
     """
     if name == "search_r1":
@@ -78,7 +79,7 @@ def prepare(name: str, source: str | None, folder: Path) -> Iterator[str]:
 
 
 def _prepare_search_r1(source: str | None, folder: Path) -> Iterator[str]:
-    """As `prepare`. No row is left out: questions that are asked twice may be of different sets."""
+    """Prepare Search-R1's data. No row is left out: questions that are asked twice may belong to different sets."""
     for split in search_r1.FILES:
         origin = _downloaded(split) if source is None else _local(source, split, list(search_r1.FILES))
         rows = [
@@ -92,7 +93,7 @@ def _prepare_search_r1(source: str | None, folder: Path) -> Iterator[str]:
 
 
 def _downloaded(split: str) -> DataSource:
-    """The published file of a split of search_r1, from the hub or its cache. Raises DataError."""
+    """Return the published file of a split of search_r1, from the hub or its cache. Raises DataError."""
     from httpx import HTTPError
     from huggingface_hub import hf_hub_download
 
@@ -108,7 +109,7 @@ def _downloaded(split: str) -> DataSource:
 
 
 def _write(path: Path, rows: list[Record], origin: DataSource) -> None:
-    """All or nothing. Raises DataError where there is nothing to write."""
+    """Write a file whole or not at all. Raises DataError where there is nothing to write."""
     import pyarrow  # takes a second to import
     import pyarrow.parquet
 
@@ -121,38 +122,39 @@ def _write(path: Path, rows: list[Record], origin: DataSource) -> None:
 
 
 def prepared(source: DataSource, data_set: DataSet, split: str) -> tuple[list[Record], int, int]:
-    """Returns the distinct prompts of `source` in order, in the schema, how many rows it has, and how many of them
+    """Return the distinct prompts of `source` in order, in the schema, how many rows it has, and how many of them
     repeat a prompt with another answer. Raises DataError.
 
     DAPO-Math-17k has each prompt about 100 times.
     """
-    found: dict[str, Record] = {}
+    distinct: dict[str, Record] = {}
     num_read, num_contradictory, columns = 0, 0, None
     for place, record in records(source):
         num_read += 1
         columns = columns or _columns(record, place)
         row = as_row(record, place, columns)
         is_bare = isinstance(record[columns.prompt], str)
-        question = data_set.prompt.replace("{question}", row.question) if is_bare else row.question
+        template = data_set.prompt if is_bare else "{question}"
+        question = template.replace("{question}", row.question)
         as_converted = {
             "data_source": data_set.data_source,
-            "prompt": [*row.context, {"role": "user", "content": question}],
+            "prompt": row.messages(template),
             "ability": "math",
             "reward_model": {"style": data_set.style, "ground_truth": canonical(row.ground_truth)},
-            "extra_info": {"split": split, "index": len(found)},
+            "extra_info": {"split": split, "index": len(distinct)},
         }
-        first = found.setdefault(question, as_converted)
+        first = distinct.setdefault(question, as_converted)
         num_contradictory += first["reward_model"] != as_converted["reward_model"]
-    return list(found.values()), num_read, num_contradictory
+    return list(distinct.values()), num_read, num_contradictory
 
 
 def canonical(answer: str) -> str:
-    """Writes integers without leading zeros: AIME's answers are "073" in some sets and 73 in others."""
+    """Write integers without leading zeros: AIME's answers are "073" in some sets and 73 in others."""
     return str(int(answer)) if answer.lstrip("-").isascii() and answer.lstrip("-").isdigit() else answer
 
 
 def _columns(record: Record, place: str) -> Columns:
-    """Returns the columns of the record that hold the prompt and the answer."""
+    """Return the columns of the record that hold the prompt and the answer."""
     prompts = [name for name in PROMPT_COLUMNS if name in record]
     in_verl = record.get("reward_model")
     answers = ["reward_model.ground_truth"] if isinstance(in_verl, dict) and "ground_truth" in in_verl else []

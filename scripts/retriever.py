@@ -1,13 +1,13 @@
 """Serves a retriever over HTTP, with the API of Search-R1's retrieval server, until Ctrl-C or SIGTERM.
 
-`make retriever ARGS="corpus=FOLDER"`, `python -m scripts.retriever corpus=FOLDER [kind=bm25s] [port=8000]`.
+`make retriever ARGS="corpus=FOLDER"`, `slipstream retriever corpus=FOLDER [kind=fts5] [port=8000]`.
 
-    kind=fts5         what searches: fts5, bm25s, world, or http, which passes on what another server finds
-    host=127.0.0.1    where to listen; anybody who reaches another address may search
+    kind=fts5         the retriever: fts5, world, or http, which passes on what another server finds
+    host=127.0.0.1    the address to listen on; anybody who reaches another address may search
     port=8000         0 takes a free one
     topk=3            documents per query, of requests that say none
 
-Everything else is an argument of the kind, as in rollout.agent_args.retriever: corpus, index, seed, url, ...
+Everything else is an argument of the kind, as in rollout.agent_args.retriever: corpus, seed, url, ...
 Exit code: 0, or 1 after an error.
 """
 
@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.serve import ServeConfig, is_loopback
 from configs.validate import ConfigError
-from scripts.launch.command import run_async
+from scripts.command.command import run_async
 
 DEFAULTS = {"kind": "fts5", "host": "127.0.0.1", "port": 8000, "topk": 3}
 
@@ -42,31 +42,31 @@ def main() -> None:
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` words, with those that are left out. Raises ConfigError."""
+    """Return the values of `key=value` words, and the defaults of those that are left out. Raises ConfigError."""
     for word in words:
         if "=" not in word:
             raise ConfigError(f"{word}: must be key=value, such as corpus=FOLDER")
     try:
-        given = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join(words)}: {error}") from error
-    assert isinstance(given, dict)
-    return DEFAULTS | {str(key): value for key, value in given.items()}
+    assert isinstance(values, dict)
+    return DEFAULTS | {str(key): value for key, value in values.items()}
 
 
-async def serve_retriever(given: Mapping[str, Any]) -> None:
-    """Serves until it is cancelled. Raises ValueError, which names the key."""
+async def serve_retriever(values: Mapping[str, Any]) -> None:
+    """Serve until it is cancelled. Raises ValueError, which names the key."""
+    from rollout.environments.search.documents import check_whole
+    from rollout.environments.search.retrievers import make_retriever, what_is_searched
+    from rollout.environments.search.server import PATH, retriever_app
+    from rollout.environments.search.wire import MAX_TOPK
     from rollout.http.access import Access
-    from rollout.http.server import listen, served, url_of
-    from rollout.search.checks import check_whole
-    from rollout.search.retrievers import make_retriever, what_is_searched
-    from rollout.search.server import PATH, retriever_app
-    from rollout.search.wire import MAX_TOPK
+    from rollout.http.server import listen, listener_url, served
 
-    host, port, topk = str(given["host"]), given["port"], given["topk"]
+    host, port, topk = str(values["host"]), values["port"], values["topk"]
     check_whole("port", port, 0, 65535)
     check_whole("topk", topk, 1, MAX_TOPK)
-    spec = {key: value for key, value in given.items() if key not in ("host", "port", "topk")}
+    spec = {key: value for key, value in values.items() if key not in ("host", "port", "topk")}
     retriever = make_retriever(spec)
     try:
         listener = listen(host, port)
@@ -76,7 +76,7 @@ async def serve_retriever(given: Mapping[str, Any]) -> None:
     access = Access.of(serve, None, on_loopback=True) if is_loopback(host) else None
     try:
         async with served(retriever_app(retriever, topk, what_is_searched(spec)), listener, serve, access):
-            sys.stdout.write(f"retriever.url={url_of(listener)}{PATH}\n")
+            sys.stdout.write(f"retriever.url={listener_url(listener)}{PATH}\n")
             sys.stdout.flush()
             await asyncio.Event().wait()
     finally:

@@ -1,6 +1,6 @@
 """Serves a model over HTTP, from several replicas behind one address, until Ctrl-C or SIGTERM.
 
-`make serve`, `python -m scripts.serve`, `slipstream-serve`.
+`make serve`, `slipstream serve`.
 
 model.* and rollout.* mean what they do in training, serve.* says where to listen. The replicas serve the model's own
 weights, as version 0. Exit code: 0, or 1 after an error.
@@ -11,40 +11,42 @@ import sys
 
 from configs.serve import TOKEN_ENV
 from configs.validate import ConfigError
-from scripts.launch.command import Ended, Invocation, Main, run_async
+from scripts.command.command import Ended, Invocation, Main, run_async
 
 
 def main() -> None:
     Main(name="serve", command=serve, needed_files=(), may_sweep=False).exit(sys.argv[1:])
 
 
-def serve(given: Invocation) -> Ended:
-    from rollout.http.token import control_token, given_token
+def serve(invocation: Invocation) -> Ended:
+    from rollout.http.token import configured_token, control_token
+    from scripts.command.resume import holds_run
+    from scripts.command.run_folder import locked
     from scripts.launch.cluster import resolve_device, without_trainer
-    from scripts.launch.plan import plan
-    from scripts.launch.preview import check_parsers
-    from scripts.launch.resume import holds_run
-    from scripts.launch.run_folder import locked
+    from scripts.launch.model_support import check_model
     from scripts.launch.serving import serve_model
+    from scripts.plan.engine import check_engine
+    from scripts.plan.plan import plan
 
-    config = without_trainer(given.config)
+    config = without_trainer(invocation.config)
     for key, harness in (("agent", config.rollout.agent), ("agent_command", config.rollout.agent_command)):
         if harness is not None:
             what = "is not run here: harnesses open sessions by themselves (docs/agents.md)"
             sys.stdout.write(f"rollout.{key}={harness} {what}; `make evaluate` runs it over the held-out prompts\n")
-    device = resolve_device(config)
-    if config.ray.address is not None and given_token(config.serve) is None:
+    device = resolve_device(invocation.config)
+    check_model(config, trains=False, updates=False)
+    if config.ray.address is not None and configured_token(config.serve) is None:
         why = f"with ray.address={config.ray.address} replicas listen on their nodes' addresses, and need a token"
         raise ConfigError(f"serve.token_file=None: {why}, in it or in {TOKEN_ENV}")
-    check_parsers(config)
+    check_engine(config)
     if config.dry_run:
-        sys.stdout.write(plan("serve", config, device, given.run_dir, ()))
+        sys.stdout.write(plan("serve", config, device, invocation.run_dir, ()))
         return Ended(exit_code=0)
     try:
-        with locked(given.run_dir), control_token(config.serve, given.run_dir) as token:
-            if not holds_run(given.run_dir):
-                given.save_config()
-            run_async(serve_model(config, device, given.run_dir, token))
+        with locked(invocation.run_dir), control_token(config.serve, invocation.run_dir) as token:
+            if not holds_run(invocation.run_dir):
+                invocation.save_config()
+            run_async(serve_model(config, device, invocation.run_dir, token))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.stdout.write("stopped\n")
     return Ended(exit_code=0)

@@ -1,4 +1,4 @@
-"""Trains a model on conversations: `make sft`, `python -m scripts.sft`, `slipstream-sft`.
+"""Trains a model on conversations: `make sft`, `slipstream sft`.
 
 Arguments are key=value, as of `make train`; sft.* say what is learned. No replica is started. The run folder holds
 checkpoints that `make train` goes on from with model.path. Exit code: 0, 1 after an error, 130 after Ctrl-C, SIGTERM or
@@ -6,13 +6,16 @@ SIGHUP.
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.checks.sections import CONVERSATIONS
-from scripts.launch.command import Ended, Invocation, Main, run_async
+from configs.schema import Config
+from scripts.command.command import Ended, Invocation, Main, run_async
 
 if TYPE_CHECKING:
-    from scripts.launch.recorded import Records
+    from scripts.command.bookkeeping import Records
+    from scripts.launch.conversations import Learned
     from trainer.checkpoint.store import Checkpoint
     from trainer.tracking.set_aside import SetAside
 
@@ -23,37 +26,50 @@ def main() -> None:
     Main(name="sft", command=sft, needed_files=CONVERSATIONS).exit(sys.argv[1:])
 
 
-def sft(given: Invocation) -> Ended:
+def sft(invocation: Invocation) -> Ended:
+    from scripts.command.bookkeeping import begin, keep_records
+    from scripts.command.resume import find_checkpoint
+    from scripts.command.run_folder import locked
     from scripts.launch.cluster import resolve_device
-    from scripts.launch.recorded import begin, recorded
-    from scripts.launch.resume import find_checkpoint
-    from scripts.launch.run_folder import locked
-    from scripts.launch.supervised import supervised, supervised_plan
+    from scripts.launch.model_support import check_model
+    from scripts.launch.sft_run import supervised
+    from scripts.plan import budget
 
-    device = resolve_device(given.config)
-    config = supervised(given.config)
+    run_dir = invocation.run_dir
+    device = resolve_device(invocation.config)
+    check_model(invocation.config, trains=True, updates=False)
+    config = supervised(invocation.config)
     refused: list[str] = []
     if config.dry_run:
-        find_checkpoint(config, given.run_dir, refused.append)
-        sys.stdout.write(supervised_plan(config, device, given.run_dir))
+        find_checkpoint(config, run_dir, refused.append)
+        sys.stdout.write(supervised_plan(config, device, run_dir))
         return Ended(exit_code=0)
-    with locked(given.run_dir):
-        checkpoint = find_checkpoint(config, given.run_dir, refused.append)
-        aside, told = begin(given, checkpoint)
-        training = lambda records: _trained(given, device, checkpoint, aside, records)  # noqa: E731
-        return recorded(given, checkpoint, [*refused, *told], training)
+    with locked(run_dir):
+        checkpoint = find_checkpoint(config, run_dir, refused.append)
+        aside, messages = begin(invocation, checkpoint)
+
+        def train(records: "Records") -> Ended:
+            budget.refuse_without_memory(config, device)
+            return _train(config, run_dir, device, checkpoint, aside, records)
+
+        return keep_records(invocation, checkpoint, [*refused, *messages], train)
 
 
-def _trained(
-    given: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", records: "Records"
+def _train(  # noqa: PLR0913
+    config: Config,
+    run_dir: Path,
+    device: str,
+    checkpoint: "Checkpoint | None",
+    aside: "SetAside",
+    records: "Records",
 ) -> Ended:
-    from scripts.dashboard.beside import dashboard_beside
-    from scripts.launch.ending import CommandLine, supervised_ending
-    from scripts.launch.supervised import read_supervised, run_supervised, supervised
+    from scripts.command.beside import dashboard_beside
+    from scripts.command.ending import CommandLine, supervised_ending
+    from scripts.launch.sft_run import read_supervised, run_supervised
     from trainer.supervised.recorder import SupervisedRecorder
 
-    config, run_dir, console = supervised(given.config), given.run_dir, records.console
-    recorder = SupervisedRecorder(run_dir, records.tracker, console)
+    console, emit = records.console, records.events.emit
+    recorder = SupervisedRecorder(run_dir, records.tracker, console, emit=emit, num_dropped=records.num_dropped)
     if checkpoint is not None:
         recorder.restore(read_supervised(checkpoint), checkpoint.global_steps, aside)
     elif config.resume == "auto":
@@ -68,9 +84,48 @@ def _trained(
         events=records.events,
     )
     with dashboard_beside(config.dashboard, run_dir, console.message):
-        summary = run_async(running)
+        summary = recorder.certified(lambda: run_async(running))
     console.end("finished", supervised_ending(summary, CommandLine.of(run_dir)))
     return Ended(exit_code=0)
+
+
+def supervised_plan(config: Config, device: str, run_dir: Path) -> str:
+    """Return a description of what the run would start and learn. Raise ConfigError for conversations that cannot be
+    learned."""
+    from scripts.launch.cluster import needed_resources
+    from scripts.launch.conversations import conversations_here
+    from scripts.plan import budget
+    from scripts.plan.machine import this_machine
+    from scripts.plan.model_shape import model_shape
+    from trainer.learning_rate import num_warmup_steps
+
+    trainer, model = config.trainer, config.model
+    learned = conversations_here(config)
+    budget.refuse_without_memory(config, device)
+    memory = budget.memory_parts(config, model_shape(config), device, this_machine(config))
+    claims = ", ".join(f"{count} {name}" for name, count in needed_resources(config, device).items() if count)
+    parts = {
+        "model": model.path or f"made here, {model.tiny_size}, random weights",
+        "claims": claims,
+        "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {trainer.layout.value} rows",
+        "training": f"{trainer.total_steps} steps of {trainer.prompts_per_step} conversations",
+        "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, then "
+        f"{trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch",
+        **_conversation_parts(config, learned),
+        **memory,
+        "run folder": str(run_dir),
+    }
+    return "".join(f"{name.replace('_', ' '):>13}: {text}\n" for name, text in parts.items())
+
+
+def _conversation_parts(config: Config, learned: "Learned | str") -> dict[str, str]:
+    """Return a description of the conversations, or the reason why they cannot be encoded here."""
+    if isinstance(learned, str):
+        return {"conversations": learned}
+    num_taken = config.trainer.total_steps * config.trainer.prompts_per_step
+    num_train = len(learned.train)
+    epochs = f"{num_taken / num_train:.3g} ({num_taken:,} of {num_train:,})" if num_train else "none"
+    return {"conversations": learned.sentence(config), "epochs": epochs}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains a model: `make train`, `python -m scripts.train`, `slipstream-train`.
+"""Trains a model: `make train`, `slipstream train`.
 
 Arguments are key=value, as in configs/; --help shows them. Exit code: 0, 1 after an error, 3 after a whole run in
 whose records the audit found something, 130 after Ctrl-C, SIGTERM or SIGHUP.
@@ -7,16 +7,15 @@ whose records the audit found something, 130 after Ctrl-C, SIGTERM or SIGHUP.
 import asyncio
 import logging
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.schema import Config, SinkName
-from scripts.launch.command import STOPPED, UNPROVEN, Ended, Invocation, Main, run_async
+from configs.schema import Config
+from scripts.command.command import STOPPED, UNPROVEN, Ended, Invocation, Main, run_async
 
 if TYPE_CHECKING:
-    from scripts.launch.ending import CommandLine
-    from scripts.launch.recorded import Records
+    from scripts.command.bookkeeping import Records
+    from scripts.command.ending import CommandLine
     from trainer.checkpoint.store import Checkpoint
     from trainer.tracking.console import Console
     from trainer.tracking.recorder import RunRecorder
@@ -31,47 +30,58 @@ def main() -> None:
     Main(name="train", command=train).exit(sys.argv[1:])
 
 
-def train(given: Invocation) -> Ended:
+def train(invocation: Invocation) -> Ended:
+    from scripts.command.bookkeeping import begin, keep_records
+    from scripts.command.resume import find_checkpoint
+    from scripts.command.run_folder import locked
     from scripts.launch.cluster import resolve_device
-    from scripts.launch.plan import plan
-    from scripts.launch.preview import check_parsers
-    from scripts.launch.recorded import begin, recorded
-    from scripts.launch.resume import find_checkpoint
-    from scripts.launch.run_folder import locked
+    from scripts.launch.model_support import check_model
     from scripts.launch.worlds import check_world
+    from scripts.plan.engine import check_engine
+    from scripts.plan.plan import plan
+    from scripts.plan.preview import refuse_agent_loop
 
-    device = resolve_device(given.config)
-    check_parsers(given.config)
-    check_world(given.config, TRAIN_AND_VAL)
+    device = resolve_device(invocation.config)
+    check_model(invocation.config, trains=True, updates=True)
+    check_engine(invocation.config)
+    check_world(invocation.config, TRAIN_AND_VAL)
     refused: list[str] = []
-    if given.config.dry_run:
-        find_checkpoint(given.config, given.run_dir, refused.append)
-        sys.stdout.write(plan("train", given.config, device, given.run_dir, TRAIN_AND_VAL))
+    if invocation.config.dry_run:
+        find_checkpoint(invocation.config, invocation.run_dir, refused.append)
+        sys.stdout.write(plan("train", invocation.config, device, invocation.run_dir, TRAIN_AND_VAL))
         return Ended(exit_code=0)
-    with locked(given.run_dir):
-        checkpoint = find_checkpoint(given.config, given.run_dir, refused.append)
-        aside, told = begin(given, checkpoint)
-        training = lambda records: _trained(given, device, checkpoint, aside, records)  # noqa: E731
-        return recorded(given, checkpoint, [*refused, *told], training)
+    refuse_agent_loop(invocation.config)
+    with locked(invocation.run_dir):
+        checkpoint = find_checkpoint(invocation.config, invocation.run_dir, refused.append)
+        aside, notes = begin(invocation, checkpoint)
+
+        def training(records: "Records") -> Ended:
+            return _train(invocation, device, checkpoint, aside, records)
+
+        return keep_records(invocation, checkpoint, [*refused, *notes], training)
 
 
-def _trained(
-    given: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", records: "Records"
+def _train(
+    invocation: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", records: "Records"
 ) -> Ended:
-    from scripts.dashboard.beside import dashboard_beside
-    from scripts.launch.ending import CommandLine
-    from scripts.launch.recorded import offline_project
-    from scripts.launch.resume import read
+    from scripts.command.beside import dashboard_beside
+    from scripts.command.bookkeeping import offline_project
+    from scripts.command.ending import CommandLine
+    from scripts.command.resume import read
     from scripts.launch.run import run
+    from scripts.plan.budget import refuse_without_memory
+    from trainer.tracking.coverage import make_coverage
     from trainer.tracking.recorder import RunRecorder
 
-    config, run_dir, console, events = given.config, given.run_dir, records.console, records.events
+    config, run_dir, console, events = invocation.config, invocation.run_dir, records.console, records.events
+    refuse_without_memory(config, device)
     recorder = RunRecorder(
         run_dir,
         records.tracker,
         console,
         record_tokens=config.trainer.record_tokens,
         sampler=_make_sampler(config),
+        coverage=make_coverage(config),
         emit=events.emit,
         num_dropped=records.num_dropped,
     )
@@ -80,52 +90,58 @@ def _trained(
         recorder.restore(recorder.state(), BEFORE_THE_FIRST, aside)  # what a run without a checkpoint left
     running = run(config, device, run_dir, console=console, recorder=recorder, resumed=resumed, events=events)
     with dashboard_beside(config.dashboard, run_dir, console.message):
-        summary = run_async(running)
+        summary = recorder.certified(lambda: run_async(running))
     code = conclude(CommandLine.of(run_dir), summary, recorder, console, offline_project(config))
-    error = "" if code != UNPROVEN else f"the audit: python -m scripts.audit {run_dir}"
+    error = "" if code != UNPROVEN else f"the audit: slipstream audit {run_dir}"
     return Ended(exit_code=code, accuracy=summary["accuracy_after"], error=error)
 
 
 def conclude(
-    given: "CommandLine",
+    line: "CommandLine",
     summary: dict[str, Any],
     recorder: "RunRecorder",
     console: "Console",
     offline_project: str | None = None,
 ) -> int:
-    """Draws the curve and audits the records of a run that has trained to its end, which no error here can undo.
-    Returns the exit code. `offline_project`: the wandb project of a run that has uploaded nothing."""
-    from scripts.launch.ending import ending
-    from scripts.plot_curve import CURVE_FILE, plot_curve
-    from trainer.tracking.audit import audit
+    """Draw the curve and audit the records of a run that has trained to its end, which no error here can undo.
 
+    Args:
+        offline_project: The wandb project of a run that has uploaded nothing.
+
+    Returns the exit code.
+    """
+    from scripts.command.beside import CommandFailedError, NotInCheckoutError, audit, draw_curve
+    from scripts.command.ending import ending
+
+    code = 0
     try:
         try:
-            plot_curve(given.run_dir)
-        except Exception as error:
-            logger.warning("the curve cannot be drawn", exc_info=error)
-            console.message(f"{CURVE_FILE} cannot be drawn: {error}")
+            draw_curve(line.run_dir)
+        except CommandFailedError as error:
+            console.message(f"curve.png cannot be drawn: {error}")
         console.stage("auditing the records")
-        found = audit(given.run_dir, summary)
-        recorder.replace_summary(summary | {"audit": asdict(found)})
-        said, code = found.sentence, UNPROVEN if found.findings else 0
+        result = audit(line.run_dir, summary)
+        recorder.replace_summary(summary | {"audit": result.report})
+        sentence, code = result.sentence, 0 if result.is_clean else UNPROVEN
     except (KeyboardInterrupt, asyncio.CancelledError):
-        again = given.module("audit", given.shown(given.run_dir))
-        said, code = f"audit: stopped before its end; the training is whole. Again: {again}", STOPPED
-    except Exception as error:
+        again = line.to("audit", line.shown(line.run_dir))
+        sentence, code = f"audit: stopped before its end; the training is whole. Again: {again}", STOPPED
+    except NotInCheckoutError as error:
+        sentence = f"audit: none was made: {error}"
+    except CommandFailedError as error:
         logger.error("the audit failed", exc_info=error)
-        said, code = f"audit: failed: {type(error).__name__}: {error}", UNPROVEN
-    console.end("finished", f"{said}\n{ending(summary, given, offline_project)}")
+        sentence, code = f"audit: failed: {error}", UNPROVEN
+    console.end("finished", f"{sentence}\n{ending(summary, line, offline_project)}")
     return code
 
 
 def _make_sampler(config: Config) -> "Sampler | None":
     """None where no sink shows single trajectories."""
-    from scripts.launch.recorded import uses_wandb
+    from scripts.command.bookkeeping import uses_wandb
     from trainer.tracking.samples import Sampler
 
     is_shown = uses_wandb(config)
-    if not is_shown and SinkName.tensorboard not in config.tracking.sinks:
+    if not is_shown and "tensorboard" not in config.tracking.sinks:
         return None
     num_rows = config.wandb.trajectories_per_step if is_shown else 0
     return Sampler(interval=config.weight_sync.interval, num_rows=num_rows)

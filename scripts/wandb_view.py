@@ -1,8 +1,8 @@
-"""Makes the saved view of a wandb project, with the metrics in sections, unless the project has it:
+"""Make the saved view of a wandb project, with the metrics in sections, unless the project has it:
 
-python -m scripts.wandb_view PROJECT           # of your own account
-python -m scripts.wandb_view ENTITY/PROJECT    # of a user or team
-python -m scripts.wandb_view PROJECT --report  # and a report that compares async runs with sync ones
+slipstream wandb-view PROJECT           # of your own account
+slipstream wandb-view ENTITY/PROJECT    # of a user or team
+slipstream wandb-view PROJECT --report  # and a report that compares async runs with sync ones
 
 Runs with wandb.mode=online make the view themselves. You must be logged in (`wandb login`, or WANDB_API_KEY).
 """
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def make(name: str, *, with_report: bool) -> list[str]:
-    """Makes what `name`, "project" or "entity/project", lacks. Returns what there is now, a line each.
+    """Make what `name`, "project" or "entity/project", lacks. Return what there is now, a line each.
 
     Raises what `ensure_workspace` raises.
     """

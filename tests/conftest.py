@@ -1,15 +1,16 @@
-"""What makes every test run cheaper: one thread of torch, no garbage collection among imports, and a short end."""
+"""What makes every test run cheaper: one thread of torch, no garbage collection among imports, and a short end. And
+what keeps tests out of the home of the person who runs them."""
 
 import atexit
 import gc
 import inspect
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
-from scripts.bench.virtual_clock import run_virtual
+from rollout.engines.virtual_clock import run_virtual
 
 # Before torch is imported. As in every process of a run; two test processes on two cores would spin for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,6 +44,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     run_virtual(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the files that commands remember for a user, such as tokens of the dashboard, out of the real home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

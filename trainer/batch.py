@@ -5,7 +5,7 @@ do not change loss or gradient, because each token carries everything it needs, 
 sequence is split.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Layout
-from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
+from rollout.types import BoolArray, FloatArray, IntArray, Routes, TokenSequence, TrajectoryGroup
 from trainer.metrics import Metric
 from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
 from trainer.tokens import TokenSignals, TrainedTokens, join
@@ -38,18 +38,19 @@ class Row:
     last: IntArray  # [L]
     sources: IntArray  # [T]
     index: IntArray  # [T] place of each target among the step's loss tokens
+    routes: Routes | None = None  # [L] None: the routers choose by themselves
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     @property
     def is_chain(self) -> bool:
-        """Whether it is one sequence and prefixes of it."""
+        """True if the row is one sequence and prefixes of it."""
         return bool((self.last == len(self) - 1).all())
 
     @classmethod
     def joined(cls, rows: Sequence[Self]) -> Self:
-        """The trees of all rows in one."""
+        """Return one row with the trees of all rows."""
         starts = np.cumsum([0, *(len(row) for row in rows[:-1])], dtype=np.int32)
         return cls(
             input_ids=np.concatenate([row.input_ids for row in rows]),
@@ -57,7 +58,14 @@ class Row:
             last=np.concatenate([row.last + start for row, start in zip(rows, starts, strict=True)]),
             sources=np.concatenate([row.sources + start for row, start in zip(rows, starts, strict=True)]),
             index=np.concatenate([row.index for row in rows]),
+            routes=placed_routes(rows, starts.tolist(), sum(map(len, rows))),
         )
+
+
+def placed_routes(rows: Sequence[Row], starts: Sequence[int], length: int) -> Routes | None:
+    """[length] Return the experts of rows that begin at `starts`."""
+    pairs = zip(rows, starts, strict=True)
+    return Routes.placed([(row.routes, slice(start, start + len(row))) for row, start in pairs], length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +81,8 @@ class MicroBatch:
     sources: Int64Array  # [T] position whose output predicts it
     index: Int64Array  # [T] place among the step's loss tokens
     tokens: TokenSignals
+    routes: NDArray[np.unsignedinteger] | None = None
+    """[N, L, layers, top_k] the experts of each token (`Routes`). None: the routers choose by themselves."""
 
     @property
     def num_sequences(self) -> int:
@@ -81,12 +91,12 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """All micro-batches of a step."""
+    """The micro-batches of a step."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
-    """Per rank. All ranks have the same number, because each runs the same collectives."""
+    """One tuple for each rank. All have the same length, because every rank runs the same collectives."""
     optimizer_steps: tuple[range, ...]
-    """For each optimizer step, in order, the places of its micro-batches, the same for every rank.
+    """The places of the micro-batches of each optimizer step, in order, the same for every rank.
 
     Example, two mini-batches of 3 and 2 micro-batches, gone through twice: (0 1 2) (3 4) (3 4) (0 1 2)
     """
@@ -96,7 +106,7 @@ class StepBatch:
     @property
     def num_trained(self) -> int:
         """Loss tokens that are in a micro-batch: those that are computed."""
-        return sum(len(micro_batch.index) for of_rank in self.micro_batches for micro_batch in of_rank)
+        return sum(len(micro_batch.index) for rank_batches in self.micro_batches for micro_batch in rank_batches)
 
     def gather(self, outputs: Sequence[Sequence[FloatArray]]) -> FloatArray:
         """Put outputs [T] of each rank and micro-batch into the order of the step's loss tokens."""
@@ -106,10 +116,10 @@ class StepBatch:
                 gathered[micro_batch.index] = output
         return gathered
 
-    def gather_trained(self, of_ranks: Sequence[TrainedTokens]) -> TrainedTokens:
+    def gather_trained(self, tokens_by_rank: Sequence[TrainedTokens]) -> TrainedTokens:
         """Put what each rank made of its tokens into the order of the step's loss tokens."""
         gathered = TrainedTokens.none(self.num_tokens)
-        for micro_batches, tokens in zip(self.micro_batches, of_ranks, strict=True):
+        for micro_batches, tokens in zip(self.micro_batches, tokens_by_rank, strict=True):
             index = join([micro_batch.index for micro_batch in micro_batches], np.int64)
             for name, into in gathered.arrays().items():
                 into[index] = tokens.arrays()[name]
@@ -118,28 +128,37 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an optimizer step gives back, of one rank or of all."""
+    """The result of a step, of one rank or of all."""
 
     metrics: dict[str, Metric]
     tokens: TrainedTokens | None = None
     """None where nothing was trained, and without trainer.record_tokens."""
+    weights: str = ""
+    """The digest of the weights after the step (`trainer.worker.digest`)."""
 
 
 class Placed(NamedTuple):
-    """A sequence with a loss token, and the place of its first one in the step."""
+    """A sequence with a loss token, as far as it is computed."""
 
-    sequence: TokenSequence
-    first_token: int
+    input_ids: IntArray  # [L] the tokens up to the last source: nothing is computed of what follows
+    sources: NDArray[np.intp]  # [T] the place in the sequence from which each loss token is predicted, the one before
+    index: NDArray[np.intp]  # [T] place of each loss token in the step
+    routes: Routes | None = None  # [L]
 
-    @property
-    def sources(self) -> NDArray[np.intp]:
-        """[T]: the place in the sequence from which each loss token is predicted, the one before it."""
-        return len(self.sequence.prompt_ids) - 1 + np.flatnonzero(self.sequence.loss_mask)
+    @classmethod
+    def of(cls, sequence: TokenSequence, first_token: int) -> Self:
+        """Place a sequence whose first loss token has the number `first_token` in the step."""
+        sources = len(sequence.prompt_ids) - 1 + np.flatnonzero(sequence.loss_mask)
+        index = first_token + np.arange(len(sources))
+        length = int(sources[-1]) + 1
+        return cls(sequence.token_ids[:length], sources, index, routes_of_inputs(sequence, length))
 
-    @property
-    def input_ids(self) -> IntArray:
-        """[L]: the tokens up to the last source. Nothing is computed of what follows."""
-        return self.sequence.token_ids[: self.sources[-1] + 1]
+
+def routes_of_inputs(sequence: TokenSequence, length: int) -> Routes | None:
+    """[length] Return the experts of the first inputs of a sequence."""
+    if sequence.routes is None:
+        return None
+    return sequence.routes.of_inputs(len(sequence.prompt_ids) + len(sequence.response_ids) - 1).first(length)
 
 
 def assemble(
@@ -161,8 +180,7 @@ def assemble(
         parts: the places of the groups of each mini-batch; None: all in one. A part without anything to compute is
             left out, unless it is the only one.
     """
-    is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
-    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]] = True
+    is_learning = learning_trajectories(groups, tokens, keep_idle=keep_idle)
     rows: list[list[Row]] = []  # by group
     number, first_token = 0, 0
     for group in groups:
@@ -171,21 +189,48 @@ def assemble(
             for sequence in trajectory.sequences:
                 num_tokens = int(sequence.loss_mask.sum())
                 if is_learning[number] and num_tokens:
-                    learning.append(Placed(sequence, first_token))
+                    learning.append(Placed.of(sequence, first_token))
                 first_token += num_tokens
             number += 1
-        if layout is Layout.tree:
-            rows.append(list(_trees(learning, tokens_per_micro_batch)))
-        else:
-            rows.append([_row([one], [one.input_ids]) for one in learning])
+        rows.append(rows_of(learning, layout, tokens_per_micro_batch))
     if first_token != len(tokens.targets):
         raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
-    of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
+    rows_of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
     fill = _padded if layout is Layout.rows else _joined
+    return lay_out(rows_of_parts, tokens, lambda rows: fill(rows, tokens_per_micro_batch), num_ranks)
+
+
+def learning_trajectories(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> BoolArray:
+    """Return for each trajectory whether it is computed. `keep_idle`: see `assemble`."""
+    is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
+    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]] = True
+    return is_learning
+
+
+def rows_of(learning: Sequence[Placed], layout: Layout, max_tokens: int) -> list[Row]:
+    """Put the sequences of a group into rows."""
+    if layout is Layout.tree:
+        return list(_trees(learning, max_tokens))
+    return [_row([placed], [placed.input_ids]) for placed in learning]
+
+
+def lay_out(
+    rows_of_parts: Sequence[list[Row]],
+    tokens: TokenSignals,
+    fill: Callable[[list[Row]], list[list[Row]]],
+    num_ranks: int,
+) -> StepBatch:
+    """Fill micro-batches with the rows of each part, balanced over the ranks.
+
+    Args:
+        tokens: the loss tokens of the step, to which the rows' `index` leads.
+        fill: puts the rows of a rank into micro-batches.
+    """
+    # Every rank gets as many micro-batches in each part: an idle one joins the collectives with an empty batch.
     per_rank: list[list[list[Row]]] = [[] for _ in range(num_ranks)]
     optimizer_steps: list[range] = []
-    for part_rows in [rows for rows in of_parts if rows] or [[]]:
-        filled = [fill(rank_rows, tokens_per_micro_batch) for rank_rows in _balance(part_rows, num_ranks)]
+    for part_rows in [rows for rows in rows_of_parts if rows] or [[]]:
+        filled = [fill(rank_rows) for rank_rows in _balance(part_rows, num_ranks)]
         most = max(1, *(len(batches) for batches in filled))
         optimizer_steps.append(range(len(per_rank[0]), len(per_rank[0]) + most))
         for batches, added in zip(per_rank, filled, strict=True):
@@ -199,7 +244,7 @@ def assemble(
 
 def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
     """Put the sequences of a group into rows, each with what it shares computed once."""
-    input_ids = [one.input_ids for one in learning]
+    input_ids = [placed.input_ids for placed in learning]
     order = lexicographic_order(input_ids)
     learning, input_ids = [learning[number] for number in order], [input_ids[number] for number in order]
     for part in cut(input_ids, max_tokens):
@@ -209,14 +254,17 @@ def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
 def _row(learning: Sequence[Placed], input_ids: Sequence[IntArray]) -> Row:
     """Put sorted sequences into one row."""
     tree = PrefixTree.of(input_ids)
-    sources = [path[one.sources] for one, path in zip(learning, tree.paths, strict=True)]
-    indices = [one.first_token + np.arange(len(mine)) for one, mine in zip(learning, sources, strict=True)]
+    sources = [path[placed.sources] for placed, path in zip(learning, tree.paths, strict=True)]
     return Row(
         input_ids=tree.token_ids,
         position_ids=tree.depths,
         last=tree.last,
         sources=np.concatenate(sources),
-        index=join(indices, np.int32),
+        index=join([placed.index for placed in learning], np.int32),
+        # What several sequences share has the experts of the first of them: theirs differ where it was computed twice.
+        routes=Routes.placed(
+            [(placed.routes, path) for placed, path in zip(learning, tree.paths, strict=True)], len(tree.token_ids)
+        ),
     )
 
 
@@ -271,6 +319,7 @@ def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
         input_ids[number, : len(row)] = row.input_ids
         position_ids[number, : len(row)] = row.position_ids
     index = join([row.index for row in rows], np.int64)
+    routes = placed_routes(rows, range(0, length * len(rows), length), length * shape[0])
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -279,4 +328,5 @@ def _collate(rows: list[Row], tokens: TokenSignals) -> MicroBatch:
         sources=join([row.sources for row in rows], np.int64),
         index=index,
         tokens=tokens.take(index).renumbered(),
+        routes=None if routes is None else routes.experts.reshape(*shape, *routes.experts.shape[1:]),
     )

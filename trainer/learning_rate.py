@@ -8,6 +8,9 @@ import math
 from configs.schema import TrainerConfig
 from configs.trainer import LearningRateSchedule
 
+WARMUP_STEPS = 5
+"""The warm-up of a run whose config names none."""
+
 
 def lr_factor(place: int, trainer: TrainerConfig) -> float:
     """Return the share with which the run's optimizer step `place`, counted from 0, is taken.
@@ -29,7 +32,16 @@ def lr_factor(place: int, trainer: TrainerConfig) -> float:
     return trainer.min_lr_ratio + (1 - trainer.min_lr_ratio) * share
 
 
+def ess_factor(share: float) -> float:
+    """Return the square root of the effective share ESS / n of an optimizer step's n sequences, by their products of
+    r = pi / mu (VCPO, arXiv:2602.17616): the noise of a gradient of n samples falls with sqrt(n). 1 where nothing was
+    sampled, so that the share is NaN."""
+    return 1.0 if math.isnan(share) else min(1.0, math.sqrt(share))
+
+
 def num_warmup_steps(trainer: TrainerConfig) -> int:
-    """Optimizer steps."""
-    ratio = trainer.lr_warmup_ratio
-    return trainer.lr_warmup_steps if ratio is None else round(ratio * trainer.total_optimizer_steps)
+    """Return the length of the warm-up, in optimizer steps."""
+    total = trainer.total_optimizer_steps
+    if trainer.lr_warmup_ratio is not None:
+        return round(trainer.lr_warmup_ratio * total)
+    return min(WARMUP_STEPS, total - 1) if trainer.lr_warmup_steps is None else trainer.lr_warmup_steps

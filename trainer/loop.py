@@ -1,65 +1,103 @@
-"""The training loop: batches in, new weights out. One loop serves every algorithm, synchronous or asynchronous."""
+"""The training loop: batches in, new weights out.
+
+One loop serves every algorithm, synchronous or asynchronous, and supervised fine-tuning too: there the source of the
+groups is a set of conversations, and no replica waits for the weights.
+"""
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from configs.schema import Config
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import GroupTrained
 from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
-from trainer.advantages.credit import Credit, assign_credit, needs_scores, no_credit, trainable
-from trainer.batch import StepBatch, assemble
+from trainer.advantages.credit import Credit
+from trainer.batch import StepBatch, StepResult
+from trainer.batch_check import BatchCheck
 from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
-from trainer.metrics import to_floats
-from trainer.mini_batches import mini_batched
-from trainer.step_parts import StepParts
-from trainer.supervised.demonstrations import DemonstrationStream, beside
-from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
-from trainer.tracking.bad_batches import SkippedStepsError, broken_rollouts, not_finite
-from trainer.tracking.events.kinds import BatchAssembled, EvaluationStarted, StepPart, UpdateEnded, UpdateStarted
-from trainer.tracking.recorder import RunRecorder
+from trainer.metrics import timed, to_floats
+from trainer.old_logprobs import EarlyScores, MixedBatch, OldLogprobs
+from trainer.ports import Evaluate, GroupSource, ReplicaCheck, WeightUpdater
+from trainer.step import StepAssembler
+from trainer.supervised.demonstrations import DemonstrationStream
+from trainer.tokens import TrainedTokens
+from trainer.tracking.events.kinds import (
+    BatchAssembled,
+    EvaluationStarted,
+    StepPart,
+    StepPartEnded,
+    StepPartStarted,
+    UpdateEnded,
+    UpdateStarted,
+)
+from trainer.tracking.proof import Evidence
+from trainer.tracking.recorder import RECORDER, RunRecorder
 from trainer.tracking.step_metrics import group_metrics
-from trainer.worker.recovery import RecoveringWorkers, WeightUpdater
+from trainer.worker.recovery import RecoveringWorkers
 from weight_sync.protocol import UpdateReport
 
+TIMINGS = {StepPart.wait: "wait_batch", StepPart.train: "train_step", StepPart.update: "update_weights"}
+"""The names of parts in `timing_s/<name>`. Others have the part's own name."""
 
-class GroupSource(Protocol):
-    """The trajectory buffer of the rollouts."""
-
-    async def next_batch(self, global_steps: int) -> TrainBatch: ...
-
-    async def advance(self, global_steps: int) -> None: ...
-
-    def gauges(self) -> dict[str, float]: ...
+LOOK_S = 0.05
+"""The seconds between two looks at the groups that have come, while a batch is waited for."""
 
 
-class HeldOut(Protocol):
-    """The evaluator. Its result has `versions`: `global_steps` of all sampled tokens, ascending."""
-
-    async def evaluate(self) -> Any: ...
+class SkippedStepsError(RuntimeError):
+    """More steps were skipped than trainer.max_skipped_steps. The message names step, batch and prompts."""
 
 
-class Fleet(Protocol):
-    """The replicas."""
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """The parts of one step, each told as events and timed.
 
-    async def gauges(self) -> dict[str, float]: ...
+    Example:
+        parts = StepParts(7, emit)
+        with parts.whole():
+            with parts.part(StepPart.wait):
+                batch = await buffer.next_batch(6)
+        parts.timings   # {"timing_s/wait_batch": 0.21, "timing_s/step": 0.34}
+    """
+
+    done: int
+    """The number of steps taken, this one included."""
+    emit: Emit
+    timings: dict[str, float] = field(default_factory=dict)
+    """`timing_s/<name>` -> seconds so far, summed where a part comes twice."""
+
+    @contextmanager
+    def part(self, part: StepPart) -> Iterator[None]:
+        """Count the seconds of the block as this part of the step."""
+        self.emit(StepPartStarted(global_steps=self.done, part=part))
+        with timed(self.timings, TIMINGS.get(part, part.value)):
+            yield
+        self.emit(StepPartEnded(global_steps=self.done, part=part))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Count the seconds of the block as the whole step."""
+        with timed(self.timings, "step"):
+            yield
 
 
 @dataclass(frozen=True, slots=True)
 class TakenStep:
-    """A step that is not settled yet."""
+    """A step that is trained and not settled yet."""
 
     done: int
-    """Steps taken, this one included."""
+    """The number of steps taken, this one included."""
     groups: Sequence[TrajectoryGroup]
     advantages: Sequence[FloatArray]
-    """By group, [G]."""
+    """One array [G] for each group."""
     metrics: dict[str, float]
     tokens: TrainedTokens | None
-    """None where nobody records them."""
+    """None where trainer.record_tokens is off."""
+    weights: str
+    """The digest of the weights after the step."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,6 +109,9 @@ class TrainLoop:
     before is *settled*, which ends with its record. Steps settle in order, one at a time. Waits for the buffer
     (trainer.batch_timeout_s), the train workers (trainer.step_timeout_s) and the weight update
     (weight_sync.*_timeout_s). Rollouts and evaluations run concurrently.
+
+    Without a `manager` the run is supervised: the groups are demonstrations, nothing is sampled or published, and
+    nothing runs beside the steps, because the evaluation needs the train workers itself.
 
     Example, the order of events of one step with weight_sync.interval=1:
         buffer.next_batch(7)
@@ -85,22 +126,45 @@ class TrainLoop:
 
     config: Config
     buffer: GroupSource
-    """Yields the groups of each step, and frees their slots once their weights are live."""
+    """The source of the groups of each step. Their slots are freed once the weights trained on them are live."""
     workers: RecoveringWorkers
-    manager: WeightUpdater
-    """Makes the workers' weights live on the replicas; `publishing` is locked while it reads them."""
-    held_out: HeldOut
-    fleet: Fleet
+    manager: WeightUpdater | None
+    """The way of the weights to the replicas; `publishing` is locked while it reads them. None: there are no
+    replicas."""
+    evaluate: Evaluate | None
+    """The evaluation. None: nothing is held out."""
+    fleet_gauges: Callable[[], Awaitable[dict[str, float]]] | None
+    """Returns metrics of the replicas. None: there are none."""
     recorder: RunRecorder
     checkpointer: Checkpointer
     emit: Emit = nobody
-    """Takes the events of the training."""
+    """The listener for events of the training."""
     demonstrations: DemonstrationStream | None = None
-    """With algorithm.ce_coef: what is learned beside the groups."""
+    """The conversations that are learned beside the groups, with algorithm.ce_coef."""
+    replica_check: ReplicaCheck | None = None
+    """The comparison of replicas with the trainer, after the updates that it chooses."""
+    snapshot: str = RECORDER
+    """The name of the recorder's state in a checkpoint."""
+    _assembler: StepAssembler = field(init=False)
+    _early: EarlyScores | None = field(default=None, init=False)
     _settling: asyncio.Task[None] | None = field(default=None, init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     _skipped_evaluations: int = field(default=0, init=False)
     _started: float = field(default=0.0, init=False)
+    _is_to_end: bool = field(default=False, init=False)
+    has_ended_early: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._batch_check = BatchCheck(self.config)
+        self._assembler = StepAssembler(
+            config=self.config,
+            score=self._score,
+            old_logprobs=self._score_old,
+            demonstrations=self.demonstrations,
+            is_supervised=self.manager is None,
+        )
+        if self.manager is not None and self.config.algorithm.needs_old_versions:
+            self._early = EarlyScores(self.config)
 
     async def run(self, first_step: int = 0, *, is_evaluated: bool = True) -> None:
         """Take the steps first_step .. total_steps - 1. The replicas must serve version `first_step` already.
@@ -114,6 +178,14 @@ class TrainLoop:
                 await self._evaluate_if_due(first_step, tasks)
             for global_steps in range(first_step, self.config.trainer.total_steps):
                 await self._step(global_steps, tasks)
+                if self.has_ended_early:
+                    if self._evaluating is not None:  # a run that goes on from the checkpoint begins it again
+                        self._evaluating.cancel()
+                    return
+
+    def end_early(self) -> None:
+        """Save a checkpoint with the next weights that go live, and take no step after them."""
+        self._is_to_end = True
 
     async def _step(self, global_steps: int, tasks: asyncio.TaskGroup) -> None:
         """Take one step: train on a batch, and publish the weights. `global_steps` were taken before it."""
@@ -121,73 +193,109 @@ class TrainLoop:
         parts = StepParts(done, self.emit)
         with parts.whole():
             with parts.part(StepPart.wait):
-                batch = await self.buffer.next_batch(global_steps)
-            self._tell_batch(done, batch.groups)
-            broken = broken_rollouts(batch.groups)
-            if broken is None:
-                step_batch, credit = await self._assemble(batch.groups, global_steps, parts)
-            else:
-                step_batch, credit = None, no_credit(batch.groups)
-            advantages = credit.advantages
-            (actor, tokens), fleet = await asyncio.gather(
-                self._train(step_batch, global_steps, parts), self.fleet.gauges()
+                batch = await self._next_batch(global_steps)
+            if self.manager is not None:
+                self._tell_batch(done, batch.groups)
+                self._batch_check.refuse(batch.groups, global_steps)
+            early = None if self._early is None else self._early.take(batch.groups)
+            assembled = await self._assembler.assemble(batch.groups, global_steps, parts.part, early=early)
+            result, fleet = await asyncio.gather(
+                self._train(assembled.batch, global_steps, parts), self._fleet_gauges()
             )  # outside the publishing lock, which a slow replica must not hold
-            with parts.part(StepPart.update):
-                await self._settled()
+            if self.manager is not None:  # one update can be under way
+                with parts.part(StepPart.update):
+                    await self._settled()
+            actor, credit = to_floats(result.metrics), assembled.credit
             if actor["actor/skipped_steps"]:
-                self._record_skipped(done, broken or not_finite(actor), batch.groups, advantages)
+                self._record_skipped(done, assembled.broken or not_finite(actor), batch.groups, credit.advantages)
             update = await self._publish(parts, tasks)
-        of_groups = group_metrics(batch.groups, advantages, global_steps, self.config.weight_sync.interval)
         seconds = parts.timings["timing_s/step"]
+        step_batch = assembled.batch
         has_learned = step_batch is not None and actor["actor/skipped_steps"] < len(step_batch.optimizer_steps)
-        trained = step_batch.num_trained if step_batch is not None and has_learned else 0
+        num_trained = step_batch.num_trained if step_batch is not None and has_learned else 0
         metrics = {
-            **of_groups,
-            **credit.metrics,
+            **self._rollout_metrics(batch, credit, global_steps, seconds),
             **actor,
             **parts.timings,
             **fleet,
-            "staleness/masked_tokens": float(batch.masked_tokens),
-            "perf/trained_tokens": float(trained),
-            "perf/throughput/trained": trained / seconds,
-            "perf/groups_per_second": len(batch.groups) / seconds,
+            "perf/trained_tokens": float(num_trained),
+            "perf/throughput/trained": num_trained / seconds,
             "perf/trainer_idle": 1 - actor["perf/trainer_busy_s"] / seconds,
         }
-        tokens = None if tokens is None else tokens.first(len(credit.tokens.targets))  # demonstrations follow
-        step = TakenStep(done, batch.groups, advantages, metrics, tokens)
+        step = TakenStep(done, batch.groups, credit.advantages, metrics, assembled.sampled(result), result.weights)
         self._settling = tasks.create_task(self._settle(step, update, tasks), name=f"settle-{done}")
+        if self.manager is None:
+            await self._settled()
+
+    async def _next_batch(self, global_steps: int) -> TrainBatch:
+        """Wait for the groups of the step. Those that are there already are scored meanwhile, if they need it."""
+        if self._early is None:
+            return await self.buffer.next_batch(global_steps)
+        waiting = asyncio.ensure_future(self.buffer.next_batch(global_steps))
+        try:
+            while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
+                groups, mixed = self._early.batch(self.buffer.ready, global_steps)
+                if groups:
+                    self._early.add(groups, None if mixed is None else await self._score_old(mixed))
+            return await waiting
+        finally:
+            waiting.cancel()
+
+    def _rollout_metrics(
+        self, batch: TrainBatch, credit: Credit, global_steps: int, seconds: float
+    ) -> dict[str, float]:
+        """Return the metrics of what was sampled; none in a supervised run."""
+        if self.manager is None:
+            return {}
+        return {
+            **group_metrics(batch.groups, credit.advantages, global_steps, self.config.weight_sync.interval),
+            **credit.metrics,
+            "staleness/masked_tokens": float(batch.masked_tokens),
+            "perf/groups_per_second": len(batch.groups) / seconds,
+        }
+
+    async def _fleet_gauges(self) -> dict[str, float]:
+        return {} if self.fleet_gauges is None else await self.fleet_gauges()
 
     async def _publish(self, parts: StepParts, tasks: asyncio.TaskGroup) -> asyncio.Task[UpdateReport] | None:
-        """Every weight_sync.interval steps: stage a checkpoint if one is due, and publish the weights. Returns the
-        update, the rest of which is under way."""
+        """Stage a checkpoint if one is due and publish the weights, every weight_sync.interval steps. Return the
+        update, which goes on in the background once the weights have been read."""
         done = parts.done
         if done % self.config.weight_sync.interval:
+            return None
+        if self.manager is None:
+            await self._stage_if_due(parts)
             return None
         is_last = done == self.config.trainer.total_steps
         if not is_last:
             await self._stage_if_due(parts)
         published = asyncio.Event()
         with parts.part(StepPart.update):
-            update = tasks.create_task(self._update(done, published), name=f"update-{done}")
+            update = tasks.create_task(self._update(self.manager, done, published), name=f"update-{done}")
             await published.wait()
         if is_last:  # no step is kept waiting, and workers that start again in the update would lose what is staged
             await update
             await self._stage_if_due(parts)
         return update
 
-    async def _update(self, done: int, published: asyncio.Event) -> UpdateReport:
+    async def _update(self, manager: WeightUpdater, done: int, published: asyncio.Event) -> UpdateReport:
         self.emit(UpdateStarted(global_steps=done))
-        report = await self.manager.update_weights(done, published)
+        report = await manager.update_weights(done, published)
         names = tuple(update.name for update in report.replicas)
         self.emit(UpdateEnded(global_steps=done, replicas=names, failures=report.failures))
         return report
 
     async def _stage_if_due(self, parts: StepParts) -> None:
-        """Copy the state after the step. The slots of what it was trained on are still held, so the rollouts that
-        are saved with it have every prompt in one place."""
-        if self.checkpointer.is_due(parts.done):
+        """Copy the state after the step.
+
+        The slots of what it was trained on are still held, so every prompt is in one place in the rollouts that are
+        saved with it.
+        """
+        is_last = self._is_to_end and parts.done < self.config.trainer.total_steps  # read once: a signal sets it
+        if is_last or self.checkpointer.is_due(parts.done):
             with parts.part(StepPart.checkpoint):
                 await self.checkpointer.stage(parts.done)
+            self.has_ended_early = is_last
 
     def _tell_batch(self, done: int, groups: Sequence[TrajectoryGroup]) -> None:
         ordinals = tuple(group.prompt.ordinal for group in groups)
@@ -195,7 +303,7 @@ class TrainLoop:
         self.emit(BatchAssembled(global_steps=done, ordinals=ordinals, num_tokens=num_tokens))
 
     async def _settled(self) -> None:
-        """Wait until the step before is settled: one update can be under way."""
+        """Wait until the step before is settled."""
         if self._settling is not None:
             await self._settling
 
@@ -203,66 +311,48 @@ class TrainLoop:
         self, step: TakenStep, update: asyncio.Task[UpdateReport] | None, tasks: asyncio.TaskGroup
     ) -> None:
         """Wait until the step's weights are live, then free the slots, record the step and start what it makes due."""
-        of_update = {}
+        metrics, verified = dict(step.metrics), {}
         if update is not None:
-            of_update = (await update).gauges()
+            report = await update
+            metrics |= report.gauges()
+            verified = {replica.name: replica.tag for replica in report.replicas}
+            if self.replica_check is not None:  # beside the next step: a replica may have no seat for it at once
+                tasks.create_task(self.replica_check.ask(step.done), name=f"check-{step.done}")
+                metrics |= self.replica_check.gauges()
             await self.buffer.advance(step.done)
-        metrics = {
-            **step.metrics,
-            **of_update,
-            **self.buffer.gauges(),
-            **self.workers.gauges(),
-            **self.checkpointer.gauges(),
-            "eval/skipped": float(self._skipped_evaluations),
-            "timing_s/elapsed": time.perf_counter() - self._started,
-        }
-        for group in step.groups:
-            self.emit(GroupTrained(global_steps=step.done, ordinal=group.prompt.ordinal))
-        self.recorder.record_step(step.done, metrics, step.groups, step.advantages, step.tokens)
-        if self.checkpointer.is_due(step.done):
-            self.checkpointer.commit({"recorder": self.recorder.state()})
+        metrics |= self.buffer.gauges() | self.workers.gauges() | self.checkpointer.gauges()
+        metrics["timing_s/elapsed"] = time.perf_counter() - self._started
+        if self.manager is not None:
+            metrics["eval/skipped"] = float(self._skipped_evaluations)
+            for group in step.groups:
+                self.emit(GroupTrained(global_steps=step.done, ordinal=group.prompt.ordinal))
+        evidence = Evidence(weights=step.weights, replicas=verified)
+        self.recorder.record_step(step.done, metrics, step.groups, step.advantages, step.tokens, evidence)
+        if self.checkpointer.is_due(step.done) or self.has_ended_early:
+            self.checkpointer.commit({self.snapshot: self.recorder.state()})
         await self._evaluate_if_due(step.done, tasks)
 
-    async def _assemble(
-        self, groups: Sequence[TrajectoryGroup], global_steps: int, parts: StepParts
-    ) -> tuple[StepBatch, Credit]:
-        """Return the micro-batches with what every token learns, and the credit of the groups' own."""
-        algorithm = self.config.algorithm
-        with parts.part(StepPart.assemble):
-            tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
-        if needs_scores(algorithm):
-            with parts.part(StepPart.score):
-                async with self.manager.publishing:  # workers that score cannot publish: who wants them to waits here
-                    scores = await self.workers.score(self._whole(groups, tokens))
-        with parts.part(StepPart.assemble):
-            credit = assign_credit(groups, tokens, scores, self.config, global_steps)
-            trained, tokens = trainable(groups, algorithm.mask_truncated), credit.tokens
-            if self.demonstrations is not None:
-                given = self.demonstrations.batch(global_steps, self.config.sft.per_step)
-                trained, tokens = beside(trained, tokens, given)
-            step_batch = mini_batched(trained, tokens, self.config, global_steps)
-        return step_batch, credit
-
-    def _whole(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> StepBatch:
-        """The micro-batches of all the tokens, to score them."""
-        trainer = self.config.trainer
-        return assemble(
-            groups,
-            tokens,
-            layout=trainer.layout,
-            num_ranks=trainer.data_parallel,
-            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-            keep_idle=True,
-        )
-
-    async def _train(
-        self, step_batch: StepBatch | None, global_steps: int, parts: StepParts
-    ) -> tuple[dict[str, float], TrainedTokens | None]:
-        """Take the batch's optimizer steps on the workers, while nobody reads their weights."""
+    async def _score(self, batch: StepBatch) -> dict[str, FloatArray]:
+        """Score a batch while nothing is published: an update that wants the weights waits here, not in its
+        deadline."""
+        assert self.manager is not None
         async with self.manager.publishing:
+            return await self.workers.score(batch)
+
+    async def _score_old(self, batch: MixedBatch) -> OldLogprobs:
+        """Score stale tokens by older weights, which take the place of those that could be published."""
+        assert self.manager is not None
+        async with self.manager.publishing:
+            return await self.workers.old_logprobs(batch)
+
+    async def _train(self, step_batch: StepBatch | None, global_steps: int, parts: StepParts) -> StepResult:
+        """Take the batch's optimizer steps on the workers, while nobody reads their weights."""
+        async with nullcontext() if self.manager is None else self.manager.publishing:
             with parts.part(StepPart.train):
                 result = await self.workers.train_step(step_batch, global_steps)
-        return to_floats(result.metrics), result.tokens
+            if self.replica_check is not None:
+                await self.replica_check.remember(global_steps + 1)
+        return result
 
     def _record_skipped(
         self, done: int, reason: str, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
@@ -277,19 +367,27 @@ class TrainLoop:
         """Start the evaluation of version `done` if it is due; the caller evaluates the first and the last version.
 
         An evaluation that is due while another still runs is skipped and counted: if it started later, it would
-        evaluate another version.
+        evaluate another version. In a supervised run it has ended when this returns.
         """
         trainer = self.config.trainer
         is_due = is_first_update_after(trainer.eval_every, done, self.config.weight_sync.interval)
-        if not (is_due and 0 < done < trainer.total_steps):
+        if self.evaluate is None or self.has_ended_early or not (is_due and 0 < done < trainer.total_steps):
             return
-        if self._evaluating is None or self._evaluating.done():
+        if self.manager is None:
+            await self._evaluate(self.evaluate)
+        elif self._evaluating is None or self._evaluating.done():
             self.emit(EvaluationStarted(global_steps=done))
-            self._evaluating = tasks.create_task(self._evaluate(), name="evaluation")
+            self._evaluating = tasks.create_task(self._evaluate(self.evaluate), name="evaluation")
             await asyncio.sleep(0)  # it takes its replicas before the next update begins
         else:
             self._skipped_evaluations += 1
 
-    async def _evaluate(self) -> None:
-        evaluation = await self.held_out.evaluate()
+    async def _evaluate(self, evaluate: Evaluate) -> None:
+        evaluation = await evaluate()
         self.recorder.record_evaluation(min(evaluation.versions), evaluation)
+
+
+def not_finite(metrics: Mapping[str, float]) -> str:
+    """Name the metrics of a step that are NaN or infinite."""
+    names = [f"{name}={value}" for name, value in metrics.items() if not math.isfinite(value)]
+    return f"not finite: {', '.join(names) or 'logprobs'}"

@@ -107,6 +107,7 @@ def over_optimizer_steps(steps: Sequence[Mapping[str, Metric]]) -> dict[str, Met
 
 
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the reduced values, as sinks take them."""
     return {key: float(metric.value) for key, metric in metrics.items()}
 
 

@@ -47,28 +47,29 @@ def mini_batched(
 def _parts(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, owners: IntArray, keep_idle: bool, num_parts: int
 ) -> list[list[int]]:
-    """The groups of each part. Groups of demonstrations are split by themselves, so that every part has some."""
+    """Return the groups of each part. Groups of demonstrations are split by themselves, so that every part has some."""
     lengths = np.bincount(owners, minlength=len(groups))
     learns = np.bincount(owners, keep_idle | tokens.is_learning, minlength=len(groups)) > 0
-    of_given = np.zeros(len(tokens.targets), np.bool_) if tokens.ce_weights is None else tokens.ce_weights != 0
-    is_given = np.bincount(owners, of_given, minlength=len(groups)) > 0
+    no_token = np.zeros(len(tokens.targets), np.bool_)
+    is_learned = no_token if tokens.ce_weights is None else tokens.ce_weights != 0
+    is_demonstration = np.bincount(owners, is_learned, minlength=len(groups)) > 0
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for some in (np.flatnonzero(~is_given), np.flatnonzero(is_given)):
+    for some in (np.flatnonzero(~is_demonstration), np.flatnonzero(is_demonstration)):
         for part, mine in zip(parts, split(lengths[some], learns[some], num_parts), strict=True):
             part += some[mine].tolist()
     return parts
 
 
-def _weighted(tokens: TokenSignals, of_parts: Sequence[NDArray[np.integer]], config: Config) -> TokenSignals:
+def _weighted(tokens: TokenSignals, parts: Sequence[NDArray[np.integer]], config: Config) -> TokenSignals:
     """Divide the weights of each component by what it counts of each part: those of sampled tokens as
     algorithm.loss_aggregation says, those of the cross-entropy by the number of its tokens.
 
     Args:
-        of_parts: the places of the tokens of each part.
+        parts: the places of the tokens of each part.
     """
     weights = np.zeros_like(tokens.loss_weights)
     ce_weights = None if tokens.ce_weights is None else np.zeros_like(tokens.ce_weights)
-    for part in of_parts:
+    for part in parts:
         sampled = part[tokens.loss_weights[part] != 0]
         weights[sampled] = loss_weights(tokens.trajectories[sampled], config)
         if ce_weights is not None and tokens.ce_weights is not None:
@@ -77,7 +78,7 @@ def _weighted(tokens: TokenSignals, of_parts: Sequence[NDArray[np.integer]], con
 
 
 def owning_groups(groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> IntArray:
-    """[T]: the place of each loss token's group."""
+    """Return [T] the place of each loss token's group."""
     sizes = [len(group.trajectories) for group in groups]
     return np.repeat(np.arange(len(groups), dtype=np.int32), sizes)[tokens.trajectories]
 

@@ -34,12 +34,12 @@ class PrefixTree:
     depths: IntArray  # [L] place of the token in its sequences
     last: IntArray  # [L] where the token's subtree ends: j is i, or precedes i in a sequence, iff j <= i <= last[j]
     paths: tuple[IntArray, ...]
-    """Where in the tree each sequence's tokens are, in the order of the sequences."""
+    """The places of each sequence's tokens in the tree, in the order of the sequences."""
 
     @classmethod
     def of(cls, sequences: Sequence[IntArray]) -> Self:
         """Build the tree of one or more sequences, which must be sorted (`lexicographic_order`)."""
-        shared = [0, *(common_prefix(one, other) for one, other in itertools.pairwise(sequences))]
+        shared = [0, *(common_prefix(pair, other) for pair, other in itertools.pairwise(sequences))]
         own = [len(ids) - start for ids, start in zip(sequences, shared, strict=True)]
         last = np.empty(sum(own), np.int32)
         paths: list[IntArray] = []
@@ -82,8 +82,8 @@ def cut(sequences: Sequence[IntArray], max_tokens: int) -> list[slice]:
     return [*cuts, slice(first, len(sequences))] if sequences else []
 
 
-def common_prefix(one: IntArray, other: IntArray) -> int:
-    """How many tokens the two begin with alike."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+def common_prefix(first: IntArray, second: IntArray) -> int:
+    """Return how many tokens the two begin with alike."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
     return int(differs.argmax()) if differs.any() else length

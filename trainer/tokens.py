@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import LossAggregation
-from rollout.types import BoolArray, FloatArray, IntArray, TrajectoryGroup, staleness
+from rollout.types import BoolArray, FloatArray, IntArray, KeptTokens, TrajectoryGroup, staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,38 +37,44 @@ class TokenSignals:
     steps_behind: IntArray
     """The same distance in steps: with weight_sync.interval=I, a version lasts I steps."""
     rollout_logprobs: FloatArray
-    """log mu, by the policy that sampled."""
+    """The log mu of each token, by the policy that sampled."""
     advantages: FloatArray
     loss_weights: FloatArray
     """An optimizer step's loss is the sum of loss_weights * loss over its tokens (`aggregation_weights`). Above 0 for a
-    token that the policy sampled, 0 for one that it was only given."""
+    token that the policy sampled, 0 for a token of a demonstration."""
     ce_weights: FloatArray | None = None
-    """The same of the cross-entropy: above 0 for a token that the policy was given to learn. None: there is none."""
+    """The weights of the cross-entropy: above 0 for a token of a demonstration. None: there is no demonstration."""
     selected: BoolArray | None = None
-    """clip_cov and kl_cov: the tokens whose covariance stands out."""
+    """The mask of tokens that stand out, for clip_cov, kl_cov and m2po."""
+    old_logprobs: FloatArray | None = None
+    """The log pi_old of each token with algorithm.proximal=exact, NaN where it is that of the policy before the step.
+    None: it is so everywhere."""
     teacher_logprobs: FloatArray | None = None
-    """log p_teacher at temperature 1, if a teacher has scored the tokens."""
+    """The log p_teacher of each token at temperature 1, if a teacher has scored them."""
     reference_logprobs: FloatArray | None = None
-    """log pi_ref, if the algorithm needs a reference policy."""
+    """The log pi_ref of each token, if the algorithm needs a reference policy."""
     values: FloatArray | None = None
     """The critic's values before the step, if there is a critic."""
     returns: FloatArray | None = None
     """The critic's targets."""
+    kept: KeptTokens | None = None
+    """The tokens that each was drawn from, over which its logprobs are normalized. None: the whole vocabulary."""
 
     @property
     def num_sequences(self) -> int:
-        """Of a micro-batch, in which sequences are numbered without a gap."""
+        """The number of sequences of a micro-batch, which numbers them without a gap."""
         return int(self.sequences.max(initial=-1)) + 1
 
     @property
     def is_learning(self) -> BoolArray:
-        """[T]: whether the token has a gradient without entropy, KL and critic."""
+        """[T] bool: the token has a gradient without entropy, KL and critic."""
         learns = self.advantages != 0
         return learns if self.ce_weights is None else learns | (self.ce_weights != 0)
 
     def take(self, index: NDArray[np.integer]) -> Self:
         """Return the tokens at `index`."""
-        return replace(self, **{name: array[index] for name, array in self._arrays().items()})
+        kept = None if self.kept is None else self.kept.take(index)
+        return replace(self, kept=kept, **{name: array[index] for name, array in self._arrays().items()})
 
     def renumbered(self) -> Self:
         """Number the sequences 0 .. K - 1, in their order."""
@@ -78,7 +84,7 @@ class TokenSignals:
         """Return these tokens and then `others`, as one step. A signal that only one side has is 0 on the other.
 
         Args:
-            num_trajectories: of these groups, those without a token included.
+            num_trajectories: the number of these trajectories, those without a token included.
         """
         offsets = {"trajectories": num_trajectories, "sequences": self.sequences.max(initial=-1) + 1}
         mine, theirs = self._arrays(), others._arrays()
@@ -87,31 +93,35 @@ class TokenSignals:
             before = mine.get(name, np.zeros(len(self.targets), like.dtype))
             after = theirs.get(name, np.zeros(len(others.targets), like.dtype)) + offsets.get(name, 0)
             both[name] = join([before, after], like.dtype.type)
-        return replace(self, **both)
+        kept = KeptTokens.concatenate([(tokens.kept, len(tokens.targets)) for tokens in (self, others)])
+        return replace(self, kept=kept, **both)
 
     def _arrays(self) -> dict[str, NDArray]:
-        """Those that there are, by name."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the arrays that there are, by name."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kept"}
         return {name: array for name, array in arrays.items() if array is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedTokens:
-    """What a step made of its loss tokens. Arrays [T] in the order of `TokenSignals`; of a rank, in that of its
-    micro-batches."""
+    """The loss tokens of a step as the training saw them. Arrays [T] in the order of `TokenSignals`; the tokens of a
+    rank are in the order of its micro-batches."""
 
     logprobs: FloatArray
-    """log pi, by the policy before the optimizer step that first trained the token. NaN where none was computed,
-    because the token had nothing to teach."""
+    """The log pi of each token, by the policy before the optimizer step that first trained it. NaN where none was
+    computed, because the token had nothing to teach."""
     advantages: FloatArray
     is_clipped: BoolArray
     """The clip of the loss was active: the token has no gradient, or a smaller one."""
     is_rejected: BoolArray
-    """algorithm.rejection or icepop left it out of the policy loss."""
+    """The mask of tokens that algorithm.rejection or icepop left out of the policy loss."""
+    old_logprobs: FloatArray | None = None
+    """The value of `TokenSignals.old_logprobs` with algorithm.proximal=exact, else None."""
 
     def arrays(self) -> dict[str, NDArray]:
-        """The fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return the arrays that there are, by name."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def first(self, num_tokens: int) -> Self:
         """Return the first tokens."""
@@ -119,7 +129,7 @@ class TrainedTokens:
 
     @classmethod
     def none(cls, num_tokens: int) -> Self:
-        """Tokens of which none was computed."""
+        """Return tokens of which none was computed."""
         return cls(
             logprobs=np.full(num_tokens, np.nan, np.float32),
             advantages=np.zeros(num_tokens, np.float32),
@@ -141,6 +151,10 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
     masks = [sequence.loss_mask for sequence in sequences]
     versions = join([s.token_versions()[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
     targets = join([s.response_ids[mask] for s, mask in zip(sequences, masks, strict=True)], np.int32)
+    kept = [
+        (None if s.kept is None else s.kept.take(np.flatnonzero(mask)), int(mask.sum()))
+        for s, mask in zip(sequences, masks, strict=True)
+    ]
     return TokenSignals(
         targets=targets,
         trajectories=_numbers([trajectory.num_loss_tokens for trajectory in trajectories]),
@@ -151,10 +165,11 @@ def sampled_tokens(groups: Sequence[TrajectoryGroup], global_steps: int, interva
         teacher_logprobs=join(scores, np.float32) if scores and len(scores) == len(sequences) else None,
         advantages=np.zeros(len(targets), np.float32),
         loss_weights=np.zeros(len(targets), np.float32),
+        kept=KeptTokens.concatenate(kept),
     )
 
 
-def given_tokens(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
+def demonstration_tokens(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
     """Return the tokens of `groups` of demonstrations, which nobody sampled, with cross-entropy weights of 1."""
     tokens = sampled_tokens(groups, global_steps=0)
     fresh, ones = np.zeros_like(tokens.staleness), np.ones(len(tokens.targets), np.float32)
@@ -186,10 +201,10 @@ def aggregation_weights(trajectories: IntArray, aggregation: LossAggregation, ho
 
 
 def _numbers(counts: Sequence[int]) -> IntArray:
-    """Example: [2, 0, 1] gives [0 0 2]."""
+    """Return each number as often as its count says. Example: [2, 0, 1] gives [0 0 2]."""
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
 def join(arrays: Sequence[NDArray], dtype: type) -> NDArray:
-    """Concatenate; no arrays give an empty one."""
+    """Concatenate the arrays. Without any, return an empty one."""
     return np.concatenate(arrays).astype(dtype) if len(arrays) else np.empty(0, dtype)

@@ -15,7 +15,8 @@ FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 
 def published_name(name: str) -> str:
-    """What a parameter of the trainer's model is called: by PEFT's name if it is a factor, else by its own."""
+    """Return the published name of a parameter of the trainer's model: by PEFT's name if it is a factor, else by its
+    own."""
     return PREFIX + name if name.endswith(FACTORS) else name
 
 
@@ -24,7 +25,7 @@ def is_factor(published: str) -> bool:
 
 
 def factor_names(weight: str) -> tuple[str, str]:
-    """The published names of A and B of a weight, whether it has them or not."""
+    """Return the published names of A and B of a weight, whether it has them or not."""
     module = weight.removesuffix(".weight")
     return PREFIX + module + FACTORS[0], PREFIX + module + FACTORS[1]
 

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def start(name: str, call: Callable[[], T]) -> Future[T]:
-    """Calls it in a daemon thread, which a process does not wait for at its end as it does for an executor's."""
+    """Call it in a daemon thread, which a process does not wait for at its end as it does for an executor's."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -4,15 +4,18 @@ Replicas do not wait for one another: each pauses when it has staged. No request
 replica that could not be brought to the new version is taken out of service and tried once more. If that fails too but
 it holds whole weights, it completes what it has in flight, and the next update may bring it back; otherwise it is given
 up. Too few replicas left is an error. `failure_policy.py` decides, this file acts.
+
+In a transport where all wait for one another, a replica whose machine is out of reach would hold up all others until it
+is declared lost. So an update leaves out those that have been silent for a while; the first one after they answer again
+brings them back.
 """
 
 import asyncio
 import time
 import uuid
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
 from weight_sync.failure_policy import MISSES_IN_A_ROW, Retries
@@ -20,42 +23,23 @@ from weight_sync.protocol import (
     Manifest,
     PublishOrder,
     ReplicaUpdate,
+    UpdatedFleet,
     UpdateReport,
     WeightSource,
     WeightTag,
     WeightTarget,
     WeightUpdateError,
+    require_version,
 )
+from weight_sync.published import PublishedTensors
 
 T = TypeVar("T")
+LOOK_S = 1.0
+"""The seconds between two looks at whether a replica still answers that an update waits for."""
 
 
-class Membership(Protocol):
-    """The replicas' fleet, which knows the replicas that are in service."""
-
-    @property
-    def targets(self) -> Sequence[WeightTarget]:
-        """Those that take part in updates, in service or not."""
-        ...
-
-    async def eject(self, name: str, error: BaseException) -> None:
-        """Route nothing more to it for now. It completes what it is doing."""
-
-    async def admit(self, name: str, global_steps: int) -> None:
-        """It serves the version that was just verified. Idempotent."""
-
-    async def give_up(self, name: str, error: BaseException) -> None:
-        """End it: it does not answer, stays frozen, or is not known to hold whole weights."""
-
-    def expect(self, names: Collection[str]) -> None:
-        """The update under way may yet bring these into service, even ejected ones. Empty when it ends."""
-
-    def has_enough(self) -> bool:
-        """As many replicas are in service now as the run needs."""
-        ...
-
-    def require_enough(self, cause: BaseException) -> None:
-        """Raises when fewer replicas are in service than the run needs."""
+class SilentReplicaError(RuntimeError):
+    """A replica answers nothing, while others do."""
 
 
 class _Attempt:
@@ -70,13 +54,13 @@ class _Attempt:
         self.failed: dict[str, WeightUpdateError] = {}
 
     def stop(self, name: str) -> None:
-        """This replica failed, and the others would wait for it until their deadline."""
+        """End the sending: this replica failed, and the others would wait for it until their deadline."""
         if self.stopped_by is None and not self.sending.done():
             self.stopped_by = name
             self.sending.cancel()
 
     async def tag(self) -> WeightTag:
-        """When all has been sent."""
+        """Return the tag of the weights, when all has been sent."""
         try:
             return WeightTag(self.manifest.global_steps, await asyncio.shield(self.sending))
         except asyncio.CancelledError:
@@ -98,9 +82,9 @@ class _Update:
         return [error for attempt in self.attempts for error in attempt.failed.values()]
 
     def takes(self, name: str, together: Collection[str], version: int) -> bool:
-        """Whether a replica takes part in an attempt that publishes `version` for `together`. Where the trainer has
-        gone on since the first attempt, all the others do too: versions never descend, and what one replica samples,
-        another one may continue."""
+        """Return whether a replica takes part in an attempt that publishes `version` for `together`. Where the trainer
+        has gone on since the first attempt, all the others do too: versions never descend, and what one replica
+        samples, another one may continue."""
         return name not in self.out and (self.is_older_than(version) or name in together)
 
     def is_older_than(self, version: int) -> bool:
@@ -129,18 +113,21 @@ class CheckpointManager:
         # replica.commit                    each pauses, swaps, verifies and resumes
     """
 
-    def __init__(self, source: WeightSource, fleet: Membership, config: WeightSyncConfig):
+    def __init__(self, source: WeightSource, fleet: UpdatedFleet, config: WeightSyncConfig):
         self._source = source
         self._fleet = fleet
         self._config = config
+        # What the replicas serve until now, another trainer may have brought, or they loaded it by themselves.
+        fleet.mark_unverified([*fleet.held_versions])
         self.updating = asyncio.Lock()
         """Held while replicas change version. A caller that needs them to stay at one version holds it."""
         self.publishing = asyncio.Lock()
         """Held while the trainer's weights are read. A caller that changes them (an optimizer step) holds it."""
-        self._awaited: dict[asyncio.Event, int] = {}  # which updates want to know when which version has been sent
+        self._awaited: dict[asyncio.Event, int] = {}
+        """The events of updates that want to know when their version, or a newer one, has been sent."""
         self._sent_version = -1
-        self._held: dict[str, int] = {}  # replica -> the version it was last verified at
-        self._misses: Counter[str] = Counter()  # in a row
+        self.published_tensors = PublishedTensors()
+        """The tensors that were published so far, and since when each is the same."""
 
     async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
         """Returns when every replica in service serves the weights tagged `global_steps`, or newer ones.
@@ -148,9 +135,10 @@ class CheckpointManager:
         `published` is set as soon as the trainer may change its weights. A replica that fails after it did stays out of
         service until the next update; if the run cannot do without it, all get the trainer's present weights.
 
-        Raises ValueError for weights that the trainer does not have yet and for a trainer that went back behind a
-        replica, WeightUpdateError when it cannot publish, and TooFewReplicasError.
+        Raises ValueError for what is no version, for weights that the trainer does not have yet and for a trainer that
+        went back behind a replica, WeightUpdateError when it cannot publish, and TooFewReplicasError.
         """
+        require_version(global_steps)
         if global_steps > self._source.global_steps:
             raise ValueError(f"update_weights({global_steps}): the trainer is at version {self._source.global_steps}")
         published = published or asyncio.Event()
@@ -164,30 +152,29 @@ class CheckpointManager:
         published.set()  # also if there was nobody to publish for
         return report
 
-    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> UpdateReport:
+    async def catch_up(
+        self, names: Collection[str], begins: Callable[[Collection[str]], None] = lambda names: None
+    ) -> UpdateReport:
         """Bring these of the fleet's targets to the trainer's present weights, whatever they hold.
 
-        The other targets are brought along, if they are behind the trainer. `begins` is called when no other update is
-        under way any more.
+        The other targets are brought along, if they are behind the trainer. `begins` is called with the names when no
+        other update is under way any more.
         """
         async with self.publishing:
             pass  # the optimizer step under way ends first: an update or evaluation that is due shall not wait for both
         async with self.updating:
-            begins()
-            for name in names:
-                self._held.pop(name, None)
+            begins(names)
+            self._fleet.mark_unverified(names)
             return await self._transact(_Update())
 
     async def _transact(self, update: _Update) -> UpdateReport:
         """Bring all targets to the trainer's present version that are not known to hold it."""
-        if (newest := max(self._held.values(), default=-1)) > self._source.global_steps:
+        if (newest := max(self._fleet.held_versions.values(), default=-1)) > self._source.global_steps:
             older = f"the trainer is at version {self._source.global_steps}, replicas hold version {newest}"
             raise ValueError(f"{older}, and versions only ascend: older weights need new replicas")
         started = time.perf_counter()
-        names = [target.name for target in self._fleet.targets]
-        retries = Retries(names)
-        self._fleet.expect(names)
-        try:
+        retries = Retries([target.name for target in self._fleet.targets])
+        with self._fleet.update_under_way():
             for together in retries:
                 if self._leaves_to_the_next(update):
                     await self._leave(update)
@@ -200,15 +187,13 @@ class CheckpointManager:
                 for target in self._fleet.targets:
                     if target.name in missed:
                         await self._miss(target, attempt.failed[target.name])
-        finally:
-            self._fleet.expect(())
         if update.failures:
             self._fleet.require_enough(update.failures[0])
         return update.report(self._source.global_steps, time.perf_counter() - started)
 
     def _leaves_to_the_next(self, update: _Update) -> bool:
-        """Whether those that failed wait for the next update, because the trainer is at its next step already: all
-        that waits for this update would wait for that step."""
+        """Return whether the replicas that failed wait for the next update, because the trainer is at its next step
+        already: all that waits for this update would wait for that step."""
         has_gone_on = self.publishing.locked() or update.is_older_than(self._source.global_steps)
         return bool(update.attempts) and has_gone_on and self._fleet.has_enough()
 
@@ -218,7 +203,12 @@ class CheckpointManager:
         await self.publishing.acquire()  # until nothing of the attempt reads the trainer's weights any more
         attempt, targets, version = None, [], self._source.global_steps
         try:
-            behind = [target for target in self._fleet.targets if self._held.get(target.name) != version]
+            held = self._fleet.held_versions
+            behind = [target for target in self._fleet.targets if held.get(target.name) != version]
+            for target in behind:
+                if (silence := self._silence(target.name)) is not None:
+                    await self._fleet.eject(target.name, WeightUpdateError(f"no update of {target.name}: {silence}"))
+            behind = [target for target in behind if self._silence(target.name) is None]
             targets = [target for target in behind if update.takes(target.name, together, version)]
             if targets:
                 attempt = await self._publish(targets, version)
@@ -237,8 +227,6 @@ class CheckpointManager:
                 await self._fleet.eject(target.name, result)
             elif isinstance(result, ReplicaUpdate):
                 attempt.done.append(result)
-                self._held[target.name] = version
-                self._misses.pop(target.name, None)
                 await self._fleet.admit(target.name, version)
             elif isinstance(result, BaseException):
                 raise result
@@ -258,7 +246,9 @@ class CheckpointManager:
     async def _publish(self, targets: Sequence[WeightTarget], global_steps: int) -> _Attempt:
         """Publish the weights, and begin to send them."""
         started = time.perf_counter()
-        held = {self._held.pop(target.name, None) for target in targets}  # until it is verified, nobody knows
+        held_versions = self._fleet.held_versions
+        held = {held_versions.get(target.name) for target in targets}
+        self._fleet.mark_unverified([target.name for target in targets])
         has_new = None in held
         order = PublishOrder(
             global_steps=global_steps,
@@ -269,11 +259,12 @@ class CheckpointManager:
             has_new=has_new,
         )
         manifest = await self._within("publish", "trainer", self._source.publish(order), "stage_timeout_s")
+        self.published_tensors.note(manifest)
         send = self._within("send", "trainer", self._source.send(manifest), "stage_timeout_s")
         return _Attempt(manifest, time.perf_counter() - started, send)
 
     async def _update(self, target: WeightTarget, attempt: _Attempt) -> ReplicaUpdate:
-        """One replica's part."""
+        """Bring one replica through its part of an attempt."""
         started = time.perf_counter()
         # The replica keeps the deadlines of each step; their sum is for a replica that does not answer.
         steps = ["pause_timeout_s", "swap_timeout_s", "pause_timeout_s"]
@@ -283,33 +274,56 @@ class CheckpointManager:
             if self._config.staging is Staging.none:
                 commit = target.receive(attempt.manifest)
             else:
-                await self._within("stage", target.name, target.stage(attempt.manifest), "stage_timeout_s")
+                stage = self._while_it_answers(target.name, target.stage(attempt.manifest))
+                await self._within("stage", target.name, stage, "stage_timeout_s")
                 commit = target.commit(await attempt.tag())
             staged = time.perf_counter()
-            report = await self._within("commit", target.name, commit, *steps)
+            report = await self._within("commit", target.name, self._while_it_answers(target.name, commit), *steps)
         except WeightUpdateError:
             attempt.stop(target.name)
             raise
-        return ReplicaUpdate(name=target.name, stage_s=staged - started, pause_s=report.pause_s, swap_s=report.swap_s)
+        return ReplicaUpdate(
+            name=target.name,
+            tag=await attempt.tag(),
+            stage_s=staged - started,
+            pause_s=report.pause_s,
+            swap_s=report.swap_s,
+        )
+
+    def _silence(self, name: str) -> str | None:
+        """Return the reason why the update goes on without this replica; None while it answers, and where none does."""
+        if (silence := self._fleet.silence(name)) is None:
+            return None
+        return silence if any(self._fleet.silence(target.name) is None for target in self._fleet.targets) else None
+
+    async def _while_it_answers(self, name: str, call: Awaitable[T]) -> T:
+        """Wait for a call to a replica. Raise SilentReplicaError once the update goes on without it."""
+        waiting = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([waiting], timeout=LOOK_S))[0]:
+                if (silence := self._silence(name)) is not None:
+                    raise SilentReplicaError(silence)
+            return await waiting
+        finally:
+            waiting.cancel()
 
     async def _leave(self, update: _Update) -> None:
-        """Those that failed are tried again in the next update, torn or not, and given up if they fail then too."""
+        """Leave the replicas that failed to the next update, torn or not. They are given up if they fail then too."""
         failed = {name: error for attempt in update.attempts for name, error in attempt.failed.items()}
         for target in self._fleet.targets:
-            if target.name in failed and target.name not in self._held and target.name not in update.out:
+            if target.name in failed and target.name not in self._fleet.held_versions and target.name not in update.out:
                 await self._has_missed_too_many(target, failed[target.name])
 
     async def _has_missed_too_many(self, target: WeightTarget, error: WeightUpdateError) -> bool:
-        """Counts one more miss, and gives the replica up if it was one too many."""
-        self._misses[target.name] += 1
-        if self._misses[target.name] < MISSES_IN_A_ROW:
+        """Count one more miss, and give the replica up if it was one too many. Returns whether it was."""
+        if self._fleet.count_miss(target.name) < MISSES_IN_A_ROW:
             return False
         error.add_note(f"it missed {MISSES_IN_A_ROW} updates in a row")
         await self._fleet.give_up(target.name, error)
         return True
 
     async def _miss(self, target: WeightTarget, error: WeightUpdateError) -> None:
-        """The replica stays out of service, and is given up unless the next update may bring it back."""
+        """Leave the replica out of service, and give it up unless the next update may bring it back."""
         if await self._has_missed_too_many(target, error):
             return
         try:
@@ -323,7 +337,7 @@ class CheckpointManager:
                 await self._fleet.give_up(target.name, error)
 
     async def _within(self, phase: str, name: str, call: Awaitable[T], *keys: str) -> T:
-        """Wraps what goes wrong in a WeightUpdateError. The deadline is the sum of these keys of weight_sync."""
+        """Wait for a call, and wrap what goes wrong in a WeightUpdateError. The deadline is the sum of these keys."""
         deadline = asyncio.timeout(sum(getattr(self._config, key) for key in keys))
         try:
             async with deadline:

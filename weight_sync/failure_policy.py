@@ -1,4 +1,4 @@
-"""What happens to replicas that fail in a weight update. It only decides; the checkpoint manager acts."""
+"""Decides what happens to replicas that fail in a weight update. The checkpoint manager acts on it."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
@@ -8,7 +8,7 @@ MISSES_IN_A_ROW = 2
 
 
 class Retries:
-    """Which replicas are tried together, and how often, in one update.
+    """Decides which replicas are tried together, and how often, in one update.
 
     In a transport where all wait for one another, one failure makes others fail. So a replica that failed by itself is
     tried once more, after those that it may have made fail, and apart from them. (The checkpoint manager leaves both to

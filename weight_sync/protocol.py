@@ -6,9 +6,12 @@ torch, so that the driver can import it.
 
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -29,12 +32,18 @@ class WeightUpdateError(RuntimeError):
     """Weights could not be brought somewhere. The message names replica, phase and reason."""
 
 
+def require_version(global_steps: object) -> None:
+    """Raise ValueError for what no version is called by: a version is the number of steps that were taken."""
+    if not isinstance(global_steps, Integral) or isinstance(global_steps, bool) or global_steps < 0:
+        raise ValueError(f"global_steps={global_steps!r}: must be a whole number, the steps that were taken")
+
+
 # -- what is published -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOrder:
-    """What the checkpoint manager asks of every trainer rank."""
+    """The checkpoint manager's order to every trainer rank."""
 
     global_steps: int
     receivers: Mapping[str, int]
@@ -44,9 +53,9 @@ class PublishOrder:
     nonce: str
     """New for each publication: one version may be published twice."""
     timeout_s: float
-    """How long members of a transfer wait for one another."""
+    """The seconds for which members of a transfer wait for one another."""
     has_new: bool = True
-    """Whether a receiver is not known to hold any version: what never changes is sent to all, too."""
+    """True when a receiver is not known to hold any version: what never changes is then sent to all, too."""
 
 
 @dataclass(frozen=True)  # a large model has many, and those with slots pickle three times as slowly
@@ -55,7 +64,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """torch's name, such as "bfloat16"."""
+    """The name of the type in torch, such as "bfloat16"."""
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -72,20 +81,26 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What trainer ranks have published of one version: a rank's own part, or all of them. Tuples are by rank."""
+    """A description of what trainer ranks have published of one version: one rank's part, or all. Tuples are by
+    rank."""
 
     transport: str
     global_steps: int
     nbytes: int
-    """How many bytes these ranks have to send."""
+    """The number of bytes that these ranks have to send."""
     tensors: tuple[TensorEntry, ...]
     """The whole tensors: the same on every rank."""
     locations: tuple[Any, ...]
-    """How each rank's bytes can be reached, as the transport says it."""
+    """The way to each rank's bytes, as the transport says it."""
     checksums: tuple[Checksums, ...] | None
     """None where they are known only once the bytes have been sent."""
     adapter: Adapter | None = None
-    """With it, `tensors` are factors, and the weights that they are for if a receiver is new."""
+    """Set when `tensors` are factors, besides the weights that they are for if a receiver is new."""
+    constants: tuple[str, ...] = ()
+    """Names of what the trainer's model has besides and never trains: it is no part of any version."""
+    trained: str = ""
+    """A digest of the trained weights, from the weights themselves and not from what is published; empty where there is
+    none."""
 
     @property
     def num_ranks(self) -> int:
@@ -98,8 +113,8 @@ class Manifest:
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of a version, from every rank's part."""
-    checksums = [of_rank for part in parts for of_rank in part.checksums or ()]
+    """Return the manifest of a version, from every rank's part."""
+    checksums = [rank_checksums for part in parts for rank_checksums in part.checksums or ()]
     return replace(
         parts[0],
         nbytes=sum(part.nbytes for part in parts),
@@ -109,8 +124,8 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
 
 
 def combine(checksums: Sequence[Sequence[int]]) -> int:
-    """One checksum of a version, from those of every rank."""
-    values = [value for of_rank in checksums for value in of_rank]
+    """Return one checksum of a version, from those of every rank."""
+    values = [value for rank_checksums in checksums for value in rank_checksums]
     return zlib.crc32(struct.pack(f"<{len(values)}I", *values))
 
 
@@ -123,7 +138,7 @@ class ReceivingWorker:
     index: int
     """Its place among the replica's workers."""
     device: str
-    """Where its parameters live, such as "cuda:0"."""
+    """The device of its parameters, such as "cuda:0"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +154,7 @@ class CommitReport:
     """Seconds of one replica's pause, by its own clock."""
 
     pause_s: float
-    """From the order to stop to the order to continue. 0 when a client keeps the replica paused."""
+    """Seconds from the order to stop to the order to continue. 0 when a client keeps the replica paused."""
     swap_s: float
 
 
@@ -154,13 +169,17 @@ class ReplicaStatus:
     """Frozen by an update that failed half-way, until another one is whole."""
     frozen: bool
     """No token moves: it is paused or torn, or in an update, or could not be resumed after one."""
+    is_paused: bool
+    """New requests wait: a pause was ordered, complete or not, or the weights are torn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaUpdate:
-    """Seconds that one replica's update took, by phase."""
+    """One replica's update: what it verified, and the seconds that each phase took."""
 
     name: str
+    tag: WeightTag
+    """The weights that it serves now. It has found their checksum to be the trainer's."""
     stage_s: float
     pause_s: float
     swap_s: float
@@ -175,7 +194,7 @@ class UpdateReport:
     publish_s: float
     total_s: float
     replicas: tuple[ReplicaUpdate, ...]
-    """Those that were brought to it."""
+    """The replicas that were brought to it."""
     failures: int
     """Attempts that failed, on any replica."""
 
@@ -237,25 +256,70 @@ class WeightTarget(Protocol):
     async def status(self) -> ReplicaStatus: ...
 
 
-class Sender(Protocol):
+class UpdatedFleet(Protocol):
+    """The owner of the replicas' records. The checkpoint manager reads them, and asks the fleet to change them."""
+
+    @property
+    def held_versions(self) -> Mapping[str, int]:
+        """Replica -> the tag of the weights that it is known to hold now, dead ones included. One of which nobody knows
+        is left out."""
+        ...
+
+    @property
+    def targets(self) -> Sequence[WeightTarget]:
+        """The replicas that take part in updates, in service or not."""
+        ...
+
+    def update_under_way(self) -> AbstractContextManager[None]:
+        """Count the present targets as in service, even ejected ones, because the update may bring them back."""
+        ...
+
+    def mark_unverified(self, names: Collection[str]) -> None:
+        """Note that nobody knows any more which weights these replicas hold."""
+
+    def silence(self, name: str) -> str | None:
+        """Return the reason why an update goes on without the replica, if others answer; None while it answers."""
+
+    def count_miss(self, name: str) -> int:
+        """Note that an update did not reach the replica. Returns how many in a row did not."""
+        ...
+
+    async def admit(self, name: str, global_steps: int) -> None:
+        """Note that the replica holds the version that was just verified, and route to it. Idempotent."""
+
+    async def eject(self, name: str, error: BaseException) -> None:
+        """Route nothing more to the replica for now. It completes what it is doing."""
+
+    async def give_up(self, name: str, error: BaseException) -> None:
+        """End a replica that does not answer, stays frozen, or is not known to hold whole weights."""
+
+    def has_enough(self) -> bool:
+        """Return whether as many replicas are in service now as the run needs."""
+        ...
+
+    def require_enough(self, cause: BaseException) -> None:
+        """Raise if fewer replicas are in service than the run needs."""
+
+
+class Sender(ABC):
     """A transport's half in a trainer rank. Some only publish: their bytes lie ready, and their checksums are known."""
 
+    @abstractmethod
     def publish(self, specs: Sequence[TensorSpec], shards: Shards, order: PublishOrder) -> Manifest:
         """Offers this rank's rows. They can be reached once every rank has returned."""
-        ...
 
     def send(self, shards: Shards, manifest: Manifest) -> Checksums:
         """Moves the bytes, if the manifest has no checksums yet. Returns those of this rank's rows."""
         raise AssertionError(f"{manifest.transport} has nothing to send")
 
-    def stop(self, manifest: Manifest) -> None:
+    def stop(self, manifest: Manifest) -> None:  # noqa: B027 - most have nothing to stop
         """Called from another thread when a replica is gone: lets a `send` fail, on this side and at the receivers."""
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """A transport's half in a worker of a replica."""
 
+    @abstractmethod
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Calls `load` once with all that came, and returns every rank's verified checksums. RuntimeError if what came
         is not what was sent, which may show only after `load` has returned."""
-        ...

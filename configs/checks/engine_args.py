@@ -1,4 +1,4 @@
-"""rollout.engine_args: what vLLM knows, and what this project says itself.
+"""Check `rollout.engine_args` against what vLLM knows and against the keys of this project.
 
 vLLM is read and not imported, which takes seconds: a wrong name is refused as soon as any other key.
 """
@@ -13,9 +13,12 @@ from pathlib import Path
 
 from configs.checks.problem import Problem
 from configs.model import LoraServing
-from configs.schema import Config
+from configs.rollout import MOST_KEPT, TIES
+from configs.schema import Config, Device, DType, Staging
+from configs.weight_forms import QUANTIZATIONS
 
 SECTION = "rollout.engine_args"
+LEAST_LOGPROBS = MOST_KEPT + TIES
 SIZES = "the GPUs of a replica are rollout.tensor_parallel_size x rollout.data_parallel_size"
 ON_ONE_MACHINE = "a replica is on one machine, in processes of its own"
 SAMPLED = "the recorded logprobs must be of the distribution that is sampled from"
@@ -44,6 +47,9 @@ OURS = {
     "nnodes": ON_ONE_MACHINE,
     "node_rank": ON_ONE_MACHINE,
     "logprobs_mode": SAMPLED,
+    "return_sampling_mask": "it refuses greedy requests; what rollout.top_p, top_k and min_p leave travels anyway",
+    "enable_return_routed_experts": "set model.replay_routes",
+    "aux_output_config": "set model.replay_routes",
     "speculative_config": "set rollout.speculative",
     "logits_processors": SAMPLED,
     "worker_extension_cls": "ours receives the weight updates",
@@ -51,7 +57,12 @@ OURS = {
     "disable_log_stats": "only `make serve` needs the statistics, and has them",
 }
 """Argument -> the key that says it, or why it cannot be given."""
-QUANTIZED = "the weights of a quantized engine cannot be updated; training needs model.lora.serve=adapter for it"
+TESTED = " and ".join(sorted(QUANTIZATIONS))
+QUANTIZATIONS_ON_GPUS = "updates of quantized weights are tested on CPUs only"
+QUANTIZED = (
+    f"the weights of a quantized engine cannot be updated, but for quantization={TESTED}; training needs "
+    "model.lora.serve=adapter for it"
+)
 QUANTIZING = {"quantization": QUANTIZED, "quantization_config": QUANTIZED}
 ADAPTERS = "a run that trains says what adapters its replicas have: set model.lora"
 LORA_ARGUMENTS = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_dtype", "lora_target_modules")
@@ -60,14 +71,19 @@ SERVING_ADAPTERS = dict.fromkeys(LORA_ARGUMENTS, ADAPTERS)
 
 def engine_args_problems(config: Config, trains: bool) -> Iterator[Problem]:
     """Arguments that vLLM does not have, that contradict a key of ours, or that training cannot have."""
-    given = config.rollout.engine_args
-    known = known_arguments() if given else frozenset[str]()
+    arguments = config.rollout.engine_args
+    known = known_arguments() if arguments else frozenset[str]()
     refused = SERVING_ADAPTERS | ({} if config.model.lora.serve is LoraServing.adapter else QUANTIZING)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in OURS:
             allowed = OURS[name]
         elif trains and name in refused:
+            if name == "quantization" and value in QUANTIZATIONS:
+                yield from _updated_problems(config, value)
+                continue
             allowed = refused[name]
+        elif name == "max_logprobs" and isinstance(value, int) and -1 < value < LEAST_LOGPROBS:
+            allowed = f"at least {LEAST_LOGPROBS}: what sampling left to draw from is read from them"
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             hint = f"did you mean {' or '.join(near)}?" if near else "its documentation of EngineArgs lists them"
@@ -75,6 +91,18 @@ def engine_args_problems(config: Config, trains: bool) -> Iterator[Problem]:
         else:
             continue
         yield Problem(f"{SECTION}.{name}", allowed, json.dumps(value))
+
+
+def _updated_problems(config: Config, quantization: str) -> Iterator[Problem]:
+    """Yield what a run cannot have whose updates are quantized into the shadow."""
+    why = f"with {SECTION}.quantization={quantization}"
+    if config.device is Device.cuda:
+        allowed = f"{QUANTIZATIONS_ON_GPUS}: set model.lora.serve=adapter"
+        yield Problem(f"{SECTION}.quantization", allowed, json.dumps(quantization))
+    if config.rollout.dtype is DType.float32:
+        yield Problem("rollout.dtype", f"must be bfloat16 {why}: vLLM quantizes no float32 weights")
+    if config.weight_sync.staging is Staging.none:
+        yield Problem("weight_sync.staging", f"must be host or device {why}: weights are quantized in the shadow")
 
 
 @cache

@@ -1,19 +1,24 @@
-"""What a check of the config finds."""
+"""Problems that the checks of a config report."""
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
+from pathlib import Path
 from typing import NamedTuple
 
 from configs.runtime.dotted import find
 from configs.schema import Config
 
+LONGEST_NAME = 255
+"""The longest name in bytes that the file systems of Linux and macOS allow."""
+
 
 class Problem(NamedTuple):
     key: str
     allowed: str
-    """What is allowed instead, or what is wrong."""
+    """The values that are allowed instead, or the reason why this one is wrong."""
     shown: str = ""
     """The value, where it is not shown as the config has it."""
 
@@ -32,11 +37,28 @@ def values(section: object, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield f"{prefix}{field.name}", value
 
 
-def null_bytes(config: Config) -> Iterator[Problem]:
-    """Texts that no file, address or process can be called by."""
+def impossible_names(config: Config) -> Iterator[Problem]:
+    """Yield texts that no file, address or process can be called by: later checks look for the files, and systems
+    answer with errors of their own."""
     for key, value in values(config):
-        if isinstance(value, str) and "\0" in value:
+        if not isinstance(value, str):
+            continue
+        if "\0" in value:
             yield Problem(key, "must not have a null byte", repr(value))
+        elif key.endswith(("path", "file", "files", "directory", "dir")):
+            longest = max((len(name.encode(errors="replace")) for name in re.split("[/,]", value)), default=0)
+            if longest > LONGEST_NAME:
+                problem = f"no file or folder has a name of more than {LONGEST_NAME} bytes, and one here has {longest}"
+                yield Problem(key, problem, f"{value[:40]}...")
+            elif re.match(r"~[^/]", value):
+                yield from _unknown_home(key, value)
+
+
+def _unknown_home(key: str, value: str) -> Iterator[Problem]:
+    try:
+        Path(value).expanduser()
+    except RuntimeError:
+        yield Problem(key, f"there is no user {value[1:].partition('/')[0]} on this machine")
 
 
 def dotted_problems(

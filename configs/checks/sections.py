@@ -1,33 +1,102 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
+import importlib.util
 import ipaddress
 import json
 import math
 import os
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from configs.checks.model_paths import path_problems
+from configs.algorithm import DISTILLATION
+from configs.checkpoint import LATEST, is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
-from configs.data import Generated, parse_sources
+from configs.checks.secrets import NOT_SHOWN
+from configs.data import NO_FILES, Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
-from configs.rollout import Speculation, SpeculativeConfig
-from configs.schema import Config, Device, DType, ModelKind, PauseMode, Transport
+from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
+from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
 
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""NAME or OWNER/NAME, as huggingface_hub takes them; which exist only the hub knows."""
+NO_FOLDER = "no such folder, and no name of the hub, which would be NAME or OWNER/NAME"
+
+
+def teacher_problems(config: Config) -> Iterator[Problem]:
+    teacher, algorithm, share = config.teacher, config.algorithm, config.gpu_share
+    if teacher.path is None:
+        if algorithm.advantage == DISTILLATION:
+            yield Problem("algorithm.advantage", "needs teacher.path, the model to learn from")
+        elif algorithm.teacher_coef != 1:
+            yield Problem("algorithm.teacher_coef", "needs teacher.path, the model to learn from")
+        return
+    yield from _path_problems(config, "teacher.path", teacher.path)
+    yield from _learning_problems(config)
+    if teacher.min_replicas > teacher.num_replicas:
+        yield Problem("teacher.min_replicas", f"at most teacher.num_replicas={teacher.num_replicas}")
+    if teacher.max_num_batched_tokens < teacher.max_num_seqs:
+        yield Problem("teacher.max_num_batched_tokens", f"at least teacher.max_num_seqs={teacher.max_num_seqs}")
+    if teacher.timeout_s >= config.rollout.group_timeout_s:
+        allowed = f"must be less than rollout.group_timeout_s={config.rollout.group_timeout_s:g}"
+        yield Problem("teacher.timeout_s", allowed)
+    if config.device is Device.cpu and teacher.kv_cache_mb is None:
+        yield Problem("teacher.kv_cache_mb", "device=cpu needs a size in MiB (null is for GPUs)")
+    if share < 1 and teacher.tensor_parallel_size > 1:
+        allowed = f"at most 1 with gpu_share={share:g}: each of several needs a GPU of its own"
+        yield Problem("teacher.tensor_parallel_size", allowed)
+    if teacher.gpu_memory_utilization > share:
+        allowed = f"at most gpu_share={share:g}: the rest of the GPU belongs to the processes that share it"
+        yield Problem("teacher.gpu_memory_utilization", allowed)
+
+
+def _learning_problems(config: Config) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.teacher_coef == 0:
+        yield Problem("algorithm.teacher_coef", "nothing would be learned from teacher.path: leave that out instead")
+    if algorithm.advantage != DISTILLATION:
+        return
+    for key, off in (("filter_groups", False), ("kl_reward_coef", 0), ("overlong_buffer_tokens", 0)):
+        if getattr(algorithm, key) != off:
+            yield Problem(
+                f"algorithm.{key}", f"with algorithm.advantage={DISTILLATION} nothing is learned from rewards"
+            )
+
+
+def tracking_problems(config: Config, trains: bool) -> Iterator[Problem]:
+    """`trains`: whether the command trains; another may run on a machine that lacks the packages of sinks."""
+    sinks = config.tracking.sinks
+    shown = f"[{','.join(sinks)}]"
+    if "jsonl" not in sinks:
+        yield Problem("tracking.sinks", "must have jsonl, which the audit and a resumed run read", shown)
+    if len(set(sinks)) < len(sinks):
+        yield Problem("tracking.sinks", "must name each sink once", shown)
+    if trains and "tensorboard" in sinks and not is_installed("tensorboard"):
+        yield Problem("tracking.sinks", "tensorboard needs the package tensorboard: pip install tensorboard", shown)
+    for sink in sinks if trains else ():
+        yield from dotted_problems("tracking.sinks", sink, BUILT_IN_SINKS, SINK_PARAMETERS)
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 TRAIN_AND_VAL = ("train_files", "val_files")
 CONVERSATIONS = ("conversations",)
-"""What supervised fine-tuning reads: the files of sft.*."""
+"""The keys of the files that supervised fine-tuning reads, below sft.*."""
+CE_COEF = "algorithm.ce_coef"
 MODEL_DRAFTS = (Speculation.draft_model, Speculation.eagle, Speculation.eagle3)
 TEXT_DRAFTS = (Speculation.none, Speculation.ngram, Speculation.suffix)
+BUILT_IN_SINKS = ("jsonl", "wandb", "tensorboard")
 BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
 TINY_HEADS = 4
-"""Of the models that `trainer.tiny.model` makes: a copy, for the same reason."""
+"""The attention heads of the models that `trainer.tiny.model` makes, copied for the same reason."""
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -37,10 +106,20 @@ def model_problems(config: Config) -> Iterator[Problem]:
             yield Problem("model.path", "model.kind=tiny makes its own model; choose model=hf to load one")
         if model.hidden_size % 32 != 0:
             yield Problem("model.hidden_size", "must be a multiple of 32")
+        if model.replay_routes and not model.num_experts:
+            yield Problem(
+                "model.replay_routes", "needs model.num_experts with model.kind=tiny: set it to null or false"
+            )
+        ranks = config.trainer.num_ranks
+        if config.trainer.expert_parallel and (not model.num_experts or model.num_experts % ranks):
+            allowed = f"needs model.num_experts, with model.kind=tiny, to be a multiple of trainer.num_ranks={ranks}"
+            yield Problem("trainer.expert_parallel", allowed)
+        if model.num_experts == 1:
+            yield Problem("model.num_experts", "must be 0, for a dense model, or at least 2: each token has two")
     elif model.path is None:
         yield Problem("model.path", "model.kind=hf needs the folder or hub name of a Hugging Face model")
     else:
-        yield from path_problems(config, "model.path", model.path)
+        yield from _path_problems(config, "model.path", model.path)
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:
@@ -65,7 +144,7 @@ def lora_problems(config: Config) -> Iterator[Problem]:
             allowed = "must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs have no float32"
             yield Problem("rollout.dtype", allowed)
         if lora.served_path is not None:
-            yield from path_problems(config, "model.lora.served_path", lora.served_path, may_be_checkpoint=False)
+            yield from _path_problems(config, "model.lora.served_path", lora.served_path, may_be_checkpoint=False)
     elif lora.served_path is not None:
         allowed = "needs model.lora.serve=adapter: an adapter is merged into the weights that it was trained on"
         yield Problem("model.lora.served_path", allowed)
@@ -75,39 +154,52 @@ def lora_problems(config: Config) -> Iterator[Problem]:
 
 def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
     data = config.data
+    is_half = (data.train_files is None) != (data.val_files is None) and data.holds_out
     if "{question}" not in data.prompt_template:
         yield Problem("data.prompt_template", "must contain {question}", repr(data.prompt_template))
-    if tuple(needed_files) == TRAIN_AND_VAL and (data.train_files is None) != (data.val_files is None):
-        given = "train_files" if data.val_files is None else "val_files"
-        yield Problem(f"data.{given}", "train_files and val_files are set both, or neither")
+    if data.val_share is not None:
+        if data.train_files is None:
+            yield Problem("data.val_share", "needs data.train_files, of which it is a share")
+        if data.val_files is not None:
+            yield Problem("data.val_share", "data.val_files is set, too: leave out one")
+    elif tuple(needed_files) == TRAIN_AND_VAL and is_half:
+        key = "train_files" if data.val_files is None else "val_files"
+        allowed = "train_files and val_files are set both, or neither"
+        ways = f"; data.val_share=0.05 holds out a part of one file, and data.val_files={NO_FILES} nothing"
+        yield Problem(f"data.{key}", allowed + (ways if data.val_files is None else ""))
+    elif tuple(needed_files) == ("val_files",) and not data.holds_out:
+        yield Problem("data.val_files", "names nothing to evaluate: must be files, or null for generated problems")
     if data.loader is not None:
-        if data.train_files is None and data.val_files is None:
+        if data.train_files is None and (data.val_files is None or not data.holds_out):
             yield Problem("data.loader", "needs data.train_files and data.val_files, which it is called with")
         yield from dotted_problems("data.loader", data.loader, (), ("entries",), data.loader_args)
         if data.demonstrations is not None:
             named = data.loader_args
             yield from dotted_problems("data.demonstrations", data.demonstrations, (), ("num", "seed"), named)
     elif data.loader_args or data.demonstrations is not None:
-        given = "loader_args" if data.loader_args else "demonstrations"
-        yield Problem(f"data.{given}", "needs data.loader=package.module:function")
+        key = "loader_args" if data.loader_args else "demonstrations"
+        yield Problem(f"data.{key}", "needs data.loader=package.module:function")
 
 
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
     """Files and folders that do not exist. Hub names are looked up only when they are loaded."""
-    hint = f"no such file (from {Path.cwd()}); `python -m scripts.prepare_data all` makes those of the recipes"
-    given = {f"data.{key}": getattr(config.data, key) for key in needed_files if key in TRAIN_AND_VAL}
+    hint = f"no such file (from {Path.cwd()}); `slipstream prepare-data all` makes those of the recipes"
+    keys = [key for key in needed_files if key in TRAIN_AND_VAL and (key != "val_files" or config.data.holds_out)]
+    if config.data.val_share is not None and keys:
+        keys = ["train_files"]
+    files = {f"data.{key}": getattr(config.data, key) for key in keys}
     if config.data.loader is not None:
-        given = {}
+        files = {}
     if learns_conversations(config, needed_files):
-        given |= {"sft.train_files": config.sft.train_files, "sft.val_files": config.sft.val_files}
-    for key, entries in given.items():
+        files |= {"sft.train_files": config.sft.train_files, "sft.val_files": config.sft.val_files}
+    for key, entries in files.items():
         for source in parse_sources(entries) if entries is not None else ():
-            if not source.may_be_on_the_hub and (not source.name or not source.path.exists()):
+            if not source.may_be_on_the_hub and (not source.name or not source.exists):
                 yield Problem(key, hint, str(source))
 
 
 def learns_conversations(config: Config, needed_files: Sequence[str]) -> bool:
-    """Whether the command reads the files of sft.*."""
+    """Return true for a command that reads the files of sft.*."""
     is_mixed = tuple(needed_files) == TRAIN_AND_VAL and config.algorithm.ce_coef != 0
     return tuple(needed_files) == CONVERSATIONS or is_mixed
 
@@ -124,21 +216,86 @@ def sft_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Proble
         yield Problem("sft.train_files", "with data.train_files, must name files: nothing is generated")
 
 
+def unread_sft_keys(config: Config, needed_files: Sequence[str], overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the keys of sft.* that a command line sets for a command that does not read them. A sweep of
+    algorithm.ce_coef may have a job without."""
+    keys = [override.partition("=")[0].lstrip("+") for override in overrides]
+    is_sft = tuple(needed_files) == CONVERSATIONS
+    for key in dict.fromkeys(keys):
+        if key == "sft.per_step" and is_sft:
+            yield Problem(key, "`slipstream sft` takes trainer.prompts_per_step in each step: leave it out")
+        elif key.startswith("sft.") and not learns_conversations(config, needed_files) and CE_COEF not in keys:
+            yield Problem(key, f"only `slipstream sft`, and training with {CE_COEF} above 0, read it")
+
+
 def _harness_problems(config: Config) -> Iterator[Problem]:
     rollout, sessions = config.rollout, config.sessions
-    given = [key for key in ("agent", "agent_command") if getattr(rollout, key) is not None]
-    if not given:
+    harnesses = [key for key in ("agent", "agent_command") if getattr(rollout, key) is not None]
+    if not harnesses:
         return
-    if len(given) == 2:
+    if len(harnesses) == 2:
         yield Problem("rollout.agent_command", "rollout.agent is set, too: a run has one harness")
     if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
-        yield Problem("rollout.agent_loop", f"rollout.{given[0]} is set, too: a run has an agent loop or a harness")
+        yield Problem("rollout.agent_loop", f"rollout.{harnesses[0]} is set, too: a run has an agent loop or a harness")
     if rollout.agent is not None:
         yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"), rollout.agent_args)
-    if rollout.agent_command is not None and not rollout.agent_command.strip():
-        yield Problem("rollout.agent_command", "must be a command", repr(rollout.agent_command))
+    if rollout.agent_command is not None:
+        yield from _command_problems(rollout.agent_command)
     if sessions.timeout_s >= rollout.group_timeout_s:
         yield Problem("sessions.timeout_s", f"must be less than rollout.group_timeout_s={rollout.group_timeout_s:g}")
+
+
+def chat_template_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
+    """Keys that need a chat template, where the model that is made here has none. Other tokenizers are looked at when
+    they are there."""
+    is_plain = config.model.kind is ModelKind.tiny and config.data.generated is not Generated.calculator
+    if not is_plain or not set(needed_files) & set(TRAIN_AND_VAL):
+        return
+    allowed = (
+        f"needs a chat template, which the model of data.generated={config.data.generated.value} has not: set "
+        "model=chat, whose data.generated=calculator gives it one, or model=hf model.path=..."
+    )
+    if config.data.chat_template:
+        yield Problem("data.chat_template", allowed)
+    for key in ("agent", "agent_command"):
+        if getattr(config.rollout, key) is not None:
+            yield Problem(f"rollout.{key}", allowed)
+
+
+def _command_problems(command: str) -> Iterator[Problem]:
+    if not command.strip():
+        yield Problem("rollout.agent_command", "must be a command", repr(command))
+    if _is_in_quotes(command, PROMPT_PLACEHOLDER):
+        allowed = f"{PROMPT_PLACEHOLDER} must stand outside of quotes: it is quoted for the shell"
+        yield Problem("rollout.agent_command", allowed)
+
+
+def _is_in_quotes(command: str, word: str) -> bool:
+    """Return whether the word begins inside of quotes of the shell anywhere in the command."""
+    quote, is_escaped = "", False
+    for index, character in enumerate(command):
+        if quote and command.startswith(word, index):
+            return True
+        if is_escaped:
+            is_escaped = False
+        elif character == "\\" and quote != "'":
+            is_escaped = True
+        elif character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+    return False
+
+
+def _session_problems(config: Config) -> Iterator[Problem]:
+    """Keys that only commands read, and folders that are not there."""
+    sessions, template = config.sessions, config.sessions.folder_template
+    if sessions.command_reward and config.rollout.agent_command is None:
+        yield Problem("sessions.command_reward", "needs rollout.agent_command")
+    if template is None:
+        return
+    if not sessions.fresh_folder:
+        yield Problem("sessions.folder_template", "needs sessions.fresh_folder=true")
+    if not Path(template).expanduser().is_dir():
+        yield Problem("sessions.folder_template", "no such folder")
 
 
 def rollout_problems(config: Config) -> Iterator[Problem]:
@@ -154,6 +311,9 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
     if rollout.agent_args and rollout.agent is None and rollout.agent_loop in BUILT_IN_AGENT_LOOPS:
         yield Problem("rollout.agent_args", "are those of rollout.agent_loop=package.module:name, or of rollout.agent")
     yield from _harness_problems(config)
+    yield from _session_problems(config)
+    if (rollout.agent or rollout.agent_command) is not None:
+        yield from _sessions_host_problems(config.sessions.host)
     try:
         for term in parse_reward(rollout.reward):
             yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))
@@ -168,8 +328,22 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.agent_worker_timeout_s", allowed)
     if rollout.min_replicas > rollout.num_replicas:
         yield Problem("rollout.min_replicas", f"at most rollout.num_replicas={rollout.num_replicas}")
+    yield from _autoscale_problems(rollout)
     if config.device is Device.cpu and rollout.kv_cache_mb is None:
         yield Problem("rollout.kv_cache_mb", "device=cpu needs a size in MiB (null is for GPUs)")
+
+
+def _autoscale_problems(rollout: RolloutConfig) -> Iterator[Problem]:
+    least, most = rollout.autoscale.min_replicas, rollout.autoscale.max_replicas
+    if most is None:
+        if least != AutoscaleConfig().min_replicas:
+            yield Problem("rollout.autoscale.min_replicas", "needs rollout.autoscale.max_replicas")
+        return
+    if most < rollout.num_replicas:
+        yield Problem("rollout.autoscale.max_replicas", f"at least rollout.num_replicas={rollout.num_replicas}")
+    if not rollout.min_replicas <= least <= rollout.num_replicas:
+        allowed = f"from rollout.min_replicas={rollout.min_replicas} to rollout.num_replicas={rollout.num_replicas}"
+        yield Problem("rollout.autoscale.min_replicas", allowed)
 
 
 def speculative_problems(config: Config) -> Iterator[Problem]:
@@ -184,8 +358,10 @@ def speculative_problems(config: Config) -> Iterator[Problem]:
     if method is Speculation.none and chosen.num_tokens != SpeculativeConfig().num_tokens:
         yield Problem("rollout.speculative.num_tokens", "needs a rollout.speculative.method")
     if (method in MODEL_DRAFTS) != (chosen.model is not None):
-        names = ", ".join(one.value for one in MODEL_DRAFTS)
+        names = ", ".join(draft.value for draft in MODEL_DRAFTS)
         yield Problem("rollout.speculative.model", f"set with rollout.speculative.method={names}, and only then")
+    if method is not Speculation.none and config.rollout.min_p > 0:
+        yield Problem("rollout.min_p", "must be 0 with rollout.speculative.method: vLLM drafts without it")
     if config.model.lora.serve is LoraServing.adapter and method not in TEXT_DRAFTS:
         allowed = "none, ngram or suffix with model.lora.serve=adapter: vLLM's other drafters share layers with it"
         yield Problem("rollout.speculative.method", allowed)
@@ -197,6 +373,16 @@ def evaluation_problems(config: Config) -> Iterator[Problem]:
         yield Problem("evaluation.samples", "greedy samples are all the same: set evaluation.temperature, or samples=1")
     if evaluation.replicas > max(1, num_replicas - 1):
         yield Problem("evaluation.replicas", f"must leave one of rollout.num_replicas={num_replicas} to the training")
+
+
+def unread_evaluation_keys(config: Config, needed_files: Sequence[str], overrides: Sequence[str]) -> Iterator[Problem]:
+    """Keys of evaluations that a command line sets for a run that has none. Those of a recipe may stay."""
+    if tuple(needed_files) != TRAIN_AND_VAL or config.data.holds_out:
+        return
+    for key in dict.fromkeys(override.partition("=")[0].lstrip("+") for override in overrides):
+        is_read = key != "data.num_val" and not key.startswith("evaluation.")
+        if not is_read or (key == "trainer.eval_every" and config.trainer.eval_every > 0):
+            yield Problem(key, f"data.val_files={NO_FILES}: nothing is held out, so nothing is evaluated; leave it out")
 
 
 def trainer_problems(config: Config) -> Iterator[Problem]:
@@ -217,7 +403,12 @@ def trainer_problems(config: Config) -> Iterator[Problem]:
     if trainer.activation_offload and trainer.gradient_checkpointing is not GradientCheckpointing.full:
         allowed = "needs trainer.gradient_checkpointing=full: the inputs of recomputed layers are what it moves"
         yield Problem("trainer.activation_offload", allowed)
+    if trainer.expert_parallel and trainer.compile:
+        allowed = "needs trainer.compile=false: how many tokens travel is known only when they do"
+        yield Problem("trainer.expert_parallel", allowed)
     yield from _learning_rate_problems(trainer)
+    if checkpoint.memory_every > 0 and checkpoint.every == 0:
+        yield Problem("checkpoint.memory_every", "needs checkpoint.every > 0: without checkpoints no rank restarts")
     if checkpoint.every > 0 and checkpoint.keep_every is not None:
         if interval > 0 and checkpoint.every % interval:
             allowed = f"with checkpoint.keep_every, must be a multiple of weight_sync.interval={interval}"
@@ -238,7 +429,8 @@ def _attention_problems(config: Config) -> Iterator[Problem]:
 
 
 def attention_heads(config: Config) -> int | None:
-    """Of queries, as the folder of the model says; None where there is none on this machine."""
+    """Return the number of query heads that the model's folder states, or None where the model is not on this
+    machine."""
     if config.model.kind is ModelKind.tiny:
         return TINY_HEADS
     file = Path(config.model.path or "").expanduser() / "config.json"
@@ -246,30 +438,33 @@ def attention_heads(config: Config) -> int | None:
         return None
     with suppress(ValueError):
         model = json.loads(file.read_text(encoding="utf-8"))
-        found = model.get("text_config", model).get("num_attention_heads")
-        return found if isinstance(found, int) else None
+        num_heads = model.get("text_config", model).get("num_attention_heads")
+        return num_heads if isinstance(num_heads, int) else None
     return None
 
 
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:
     schedule, total, ratio = trainer.lr_schedule, trainer.total_optimizer_steps, trainer.lr_warmup_ratio
-    never_falls = trainer.lr_warmup_steps >= total if ratio is None else ratio >= 1
+    warmup_steps = trainer.lr_warmup_steps or 0
+    never_falls = warmup_steps >= total if ratio is None else ratio >= 1
+    if ratio is None and warmup_steps > total:
+        run_steps = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
+        allowed = f"at most {run_steps}: trainer.lr would never be reached; null and trainer.lr_warmup_ratio adapt"
+        yield Problem("trainer.lr_warmup_steps", allowed)
+        return
     if schedule is LearningRateSchedule.constant:
         if trainer.min_lr_ratio != 0:
             yield Problem("trainer.min_lr_ratio", "only trainer.lr_schedule=linear and cosine read it")
     elif never_falls:
         key = "trainer.lr_warmup_steps" if ratio is None else "trainer.lr_warmup_ratio"
-        of_run = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
-        yield Problem(key, f"with trainer.lr_schedule={schedule.value}, the warm-up must end before {of_run}")
+        run_steps = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
+        yield Problem(key, f"with trainer.lr_schedule={schedule.value}, the warm-up must end before {run_steps}")
 
 
 def weight_sync_problems(config: Config) -> Iterator[Problem]:
     sync, total_steps = config.weight_sync, config.trainer.total_steps
     if sync.interval > 0 and total_steps % sync.interval:
         yield Problem("weight_sync.interval", f"must divide trainer.total_steps={total_steps}")
-    if sync.prefill_grace_s >= sync.pause_timeout_s:
-        allowed = f"must be less than weight_sync.pause_timeout_s={sync.pause_timeout_s}"
-        yield Problem("weight_sync.prefill_grace_s", allowed)
     if sync.pause_mode is PauseMode.wait:
         allowed = "must be keep or abort: an update that waits for the longest trajectory would stop the replica"
         yield Problem("weight_sync.pause_mode", allowed)
@@ -299,6 +494,16 @@ def sharing_problems(config: Config) -> Iterator[Problem]:
         yield Problem("weight_sync.transport", f"with {share}, must be cuda_ipc, shared_memory or filesystem")
 
 
+def ray_problems(config: Config) -> Iterator[Problem]:
+    for name in config.ray.forward_env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield Problem(
+                "ray.forward_env", "must have names of environment variables, without their values", NOT_SHOWN
+            )
+        elif config.ray.address is not None and name not in os.environ:
+            yield Problem("ray.forward_env", f"{name} is not set in this shell")
+
+
 def serve_problems(config: Config) -> Iterator[Problem]:
     serve = config.serve
     if not serve.is_loopback and serve.token_file is None and TOKEN_ENV not in os.environ:
@@ -311,9 +516,40 @@ def serve_problems(config: Config) -> Iterator[Problem]:
         yield Problem("serve.require_token", f"serve.host={serve.host} is not a loopback address: must be true")
 
 
+def _sessions_host_problems(host: str) -> Iterator[Problem]:
+    try:
+        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
+    except OSError:
+        yield Problem("sessions.host", "must be an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0")
+
+
 def _is_host(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
     except ValueError:
         return re.fullmatch(r"[\w.-]+", name) is not None
     return True
+
+
+def _path_problems(config: Config, key: str, path: str, *, may_be_checkpoint: bool = True) -> Iterator[Problem]:
+    """`path`: the value of the key. The folders of a cluster that runs already may not be here."""
+    try:
+        folder = Path(path).expanduser()
+    except RuntimeError:  # ~nobody
+        yield Problem(key, NO_FOLDER)
+        return
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return
+        if not is_checkpoint(folder):
+            yield Problem(key, "no Hugging Face model: the folder has no config.json; nor a checkpoint")
+        elif not may_be_checkpoint:
+            yield Problem(key, "must be a Hugging Face model, not a checkpoint: scripts.export_hf makes one of it")
+    elif config.ray.address is None and not _may_be_hub_name(path, folder):
+        yield Problem(key, NO_FOLDER)
+
+
+def _may_be_hub_name(path: str, folder: Path) -> bool:
+    """Return false for a path like runs/another, where `runs` holds run folders: that is a folder which does not
+    exist."""
+    return not path.startswith(".") and bool(HUB_NAME.fullmatch(path)) and not (folder.parent / LATEST).is_symlink()

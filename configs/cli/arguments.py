@@ -11,9 +11,14 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote,
 from hydra.errors import HydraException
 
 from configs.checkpoint import LATEST
+from configs.checks.secrets import NOT_SHOWN, may_be_shown
 from configs.validate import ConfigError
 
 MODEL_PATHS = ("model.path", "teacher.path")
+COMMAND = "rollout.agent_command"
+_TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+IN_QUOTES = re.compile(rf"{_TEXT}(?:,{_TEXT})*")
+"""A text in quotes, or several of a sweep."""
 SWEEP_OPTIONS = {"-m", "--multirun"}
 HELP_OPTIONS = {"-h", "--help"}
 SWEEP_MODE = "hydra.mode=MULTIRUN"
@@ -23,16 +28,16 @@ SWEEP_MODE = "hydra.mode=MULTIRUN"
 class Arguments:
     """Example: Arguments(("-m", "trainer.lr=1e-4,3e-4", "seed=1")) has two jobs."""
 
-    given: tuple[str, ...]
+    line: tuple[str, ...]
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return tuple(argument for argument in self.given if not argument.startswith("-") and _is_override(argument))
+        return tuple(argument for argument in self.line if not argument.startswith("-") and _is_override(argument))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What begins with a dash, and the values that options take, such as `job` of `--cfg job`."""
-        return tuple(argument for argument in self.given if argument.startswith("-") or not _is_override(argument))
+        """The words that begin with a dash, and the values that such options take, such as `job` of `--cfg job`."""
+        return tuple(argument for argument in self.line if argument.startswith("-") or not _is_override(argument))
 
     @property
     def is_sweep(self) -> bool:
@@ -44,7 +49,7 @@ class Arguments:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What is neither an override nor begins with a dash: what to help with, or what an option takes."""
+        """The words that are neither overrides nor options: topics of --help, or the value of an option."""
         return tuple(option for option in self.options if not option.startswith("-"))
 
     @property
@@ -54,7 +59,7 @@ class Arguments:
 
     @property
     def is_listed(self) -> bool:
-        """Whether every job of the sweep is known from the command line: not under shuffle(), glob() and interval()."""
+        """True where the command line names every job of the sweep, so not under shuffle(), glob() and interval()."""
         return all(_choices(override) is not None for override in parsed(self.overrides))
 
     def jobs(self) -> list[tuple[str, ...]]:
@@ -62,34 +67,44 @@ class Arguments:
         ConfigError."""
         if not self.is_sweep:
             return [self.overrides]
-        given = [override for override in parsed(self.overrides) if override.key_or_group != "hydra.mode"]
-        return list(itertools.product(*(choices for one in given if (choices := _choices(one)) is not None)))
+        overrides = [override for override in parsed(self.overrides) if override.key_or_group != "hydra.mode"]
+        return list(itertools.product(*(choices for each in overrides if (choices := _choices(each)) is not None)))
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
-    """Raises ConfigError for a word that is neither an override nor belongs to an option, and for an option that help
-    does not go with."""
-    found = Arguments(tuple(map(_pinned, arguments)))
-    others = [one for one in found.options if one.startswith("-") and one not in SWEEP_OPTIONS | HELP_OPTIONS]
-    if found.asks_for_help and others:
+    """Parse the words. Raise ConfigError for a word that is neither an override nor belongs to an option, and for an
+    option that --help does not go with."""
+    line = Arguments(tuple(_pinned(_with_quotes(argument)) for argument in arguments))
+    others = [word for word in line.options if word.startswith("-") and word not in SWEEP_OPTIONS | HELP_OPTIONS]
+    if line.asks_for_help and others:
         raise ConfigError(f"--help: takes a section, key=value and -m, not {others[0]}")
-    if found.words and not found.asks_for_help and not others:
-        raise ConfigError(f"{found.words[0]}: must be key=value, or one of the options that --hydra-help lists")
-    return found
+    if line.words and not line.asks_for_help and not others:
+        raise ConfigError(f"{line.words[0]}: must be key=value, or one of the options that --hydra-help lists")
+    return line
+
+
+def _with_quotes(argument: str) -> str:
+    """Put a command of the shell into quotes, which the user's own shell has taken away: braces, commas and quotes mean
+    something else to Hydra."""
+    key, _, value = argument.partition("=")
+    if key != COMMAND or value in ("", "null") or IN_QUOTES.fullmatch(value):
+        return argument
+    return override(key, value)
 
 
 def _pinned(argument: str) -> str:
-    """model.path=runs/latest with the folder that the link leads to now: a run that begins takes the link over."""
+    """Replace the link in model.path=runs/latest by the folder that it leads to now: a run that begins takes the
+    link over."""
     key = argument.partition("=")[0]
     if key.lstrip("+") not in MODEL_PATHS or LATEST not in argument:
         return argument
     value = parsed([argument])[0].value()
-    given = value.list if isinstance(value, ChoiceSweep) else [value]
-    paths = [one.text if isinstance(one, QuotedString) else one for one in given]
-    found = [_without_link(path) if isinstance(path, str) else path for path in paths]
-    if found == paths or not all(isinstance(path, str) for path in found):
+    choices = value.list if isinstance(value, ChoiceSweep) else [value]
+    paths = [choice.text if isinstance(choice, QuotedString) else choice for choice in choices]
+    folders = [_without_link(path) if isinstance(path, str) else path for path in paths]
+    if folders == paths or not all(isinstance(path, str) for path in folders):
         return argument
-    return ",".join([override(key, str(found[0])), *(_quoted(str(path)) for path in found[1:])])
+    return ",".join([override(key, str(folders[0])), *(_quoted(str(path)) for path in folders[1:])])
 
 
 def _without_link(path: str) -> str:
@@ -103,14 +118,16 @@ def _without_link(path: str) -> str:
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Raises ConfigError for one that is not in Hydra's grammar."""
-    parser, found = OverridesParser.create(), []
+    """Parse overrides. Raise ConfigError for an override that is not in Hydra's grammar."""
+    parser, overridden = OverridesParser.create(), []
     for override in overrides:
         try:
-            found += parser.parse_overrides([override])
+            overridden += parser.parse_overrides([override])
         except HydraException as error:
+            if not may_be_shown(override):
+                raise ConfigError(f"{override.partition('=')[0]}={NOT_SHOWN}: is not in Hydra's grammar") from None
             raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from error
-    return found
+    return overridden
 
 
 def override(key: str, value: str) -> str:

@@ -1,11 +1,18 @@
-"""Composes a command line with Hydra, without running or writing anything, and says in one line what is wrong."""
+"""Compose a command line with Hydra, which writes nothing, say in one line what is wrong, and run what was composed."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from hydra import compose, initialize_config_module
+from hydra._internal.callbacks import Callbacks
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import run_job
 from hydra.errors import HydraException
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,19 +24,49 @@ UNKNOWN_KEY = re.compile(r"([\w.]+): .*Key '\w+' not in ")
 INVALID_VALUE = re.compile(r"([\w.]+)(?:=\w+)?: .*Invalid value '(\w+)'")
 
 
-def compose_job(name: str, overrides: Sequence[str]) -> tuple[DictConfig, DictConfig]:
-    """Returns the config of configs/NAME.yaml with `overrides`, and Hydra's own. Raises ConfigError."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposedJob:
+    """The config of one job, composed and not yet run.
+
+    Example: compose_job("train", ["seed=1"]).config.seed == 1
+    """
+
+    config: DictConfig
+    """The keys of this project."""
+    whole: DictConfig
+    """The same with Hydra's own keys below `hydra`."""
+    loader: ConfigLoader
+
+    @property
+    def hydra(self) -> DictConfig:
+        return self.whole.hydra
+
+
+def compose_job(name: str, overrides: Sequence[str]) -> ComposedJob:
+    """Compose configs/NAME.yaml with the overrides. Raises ConfigError."""
     register()
     try:
-        with initialize_config_module("configs", version_base="1.3"):
-            composed = compose(name, overrides=list(overrides), return_hydra_config=True)
+        with initialize_config_module("configs", version_base="1.3", job_name=name):
+            whole = compose(name, overrides=list(overrides), return_hydra_config=True)
+            loader = GlobalHydra.instance().config_loader()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_with_hint(one_line(error))) from error
-    HydraConfig.instance().set_config(composed)
-    hydra_config = composed.hydra.copy()
-    with read_write(composed), open_dict(composed):
-        del composed["hydra"]
-    return composed, hydra_config
+    HydraConfig.instance().set_config(whole)  # interpolations of ${hydra:...} in our own keys read it
+    config = whole.copy()
+    with read_write(config), open_dict(config):
+        del config["hydra"]
+    return ComposedJob(config=config, whole=whole, loader=loader)
+
+
+def run_composed(job: ComposedJob, run_dir: Path, task: Callable[[DictConfig], object]) -> None:
+    """Run the task as `hydra.main` does, in its folder and with its log, but on the config that was composed already.
+
+    The folder is the one that was checked, whatever ${now:} would say by now. The task handles its own errors.
+    """
+    with read_write(job.hydra), open_dict(job.hydra):
+        job.hydra.run.dir = str(run_dir)
+    context = HydraContext(config_loader=job.loader, callbacks=Callbacks(job.whole))
+    run_job(task, job.whole, "hydra.run.dir", None, context)
 
 
 def folder_pattern(hydra_config: DictConfig, part: str) -> str:
@@ -40,7 +77,7 @@ def folder_pattern(hydra_config: DictConfig, part: str) -> str:
 
 
 def folder(hydra_config: DictConfig, part: str) -> str:
-    """hydra.run.dir or hydra.sweep.dir. Raises ConfigError for one that is empty or cannot be resolved."""
+    """Return hydra.run.dir or hydra.sweep.dir. Raises ConfigError for one that is empty or cannot be resolved."""
     key = f"hydra.{part}.dir"
     try:
         resolved = hydra_config[part].dir

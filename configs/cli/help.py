@@ -1,4 +1,4 @@
-"""What `--help` shows: the groups and the sections, or one of them with the values that the command line composes."""
+"""The texts of `--help`: all groups and sections, or one of them with the values that the command line composes."""
 
 import difflib
 import json
@@ -10,9 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from configs import load
+from configs.cli.compose import ComposedJob
 from configs.schema import Config
 from configs.validate import ConfigError
 
@@ -38,20 +39,22 @@ _END_OF_SENTENCE = re.compile(r"(?<!\bDr)\.(\s|$)")
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """Example: Help("train", *compose_job("train", ["recipe=gsm8k"])).of("trainer")"""
+    """The texts of `--help`.
+
+    Example: Help("train", compose_job("train", ["recipe=gsm8k"])).of("trainer")
+    """
 
     command: str
-    composed: DictConfig
-    hydra_config: DictConfig
+    job: ComposedJob
 
     def overview(self) -> str:
         arguments, does = COMMANDS[self.command]
-        program = f"slipstream-{self.command}"
+        program = f"slipstream {self.command}"
         lines = [
             does,
             "",
             f"  {program} {arguments}",
-            f'  make {self.command} ARGS="{arguments}"',
+            *([f'  make {self.command} ARGS="{arguments}"'] if Path("Makefile").is_file() else []),
             f"  {program} --help SECTION    keys of a section, or options of a group",
             f"  {program} --help KEY        all about one key",
             f"  {program} --cfg job         the whole config",
@@ -70,7 +73,7 @@ class Help:
         return "\n".join(lines) + "\n"
 
     def of(self, topic: str) -> str:
-        """A section, a group or a key. Raises ConfigError for what is none."""
+        """Return the help of a section, a group or a key. Raise ConfigError for any other topic."""
         if topic in load.key_docs():
             return "\n".join(self._key(topic, load.key_docs()[topic][1])) + "\n"
         lines: list[str] = []
@@ -80,7 +83,7 @@ class Help:
             chosen = " ".join(f"{group}={option}" for group in GROUPS if (option := self._chosen(group)) is not None)
             lines += [*([""] if lines else []), f"{topic}: {sections()[topic]}", f"Values with {chosen}:"]
             for key, (_, doc) in load.key_docs().items():
-                if section_of(key) == topic:
+                if find_section(key) == topic:
                     lines += ["", *self._key(key, first_sentence(doc))]
         if not lines:
             names = list(dict.fromkeys([*sections(), *GROUPS]))
@@ -91,19 +94,20 @@ class Help:
 
     def _group(self, group: str) -> Iterator[str]:
         yield f"  {group}: {GROUPS[group]}"
-        options, chosen = options_of(group), self._chosen(group)
+        options, chosen = list_options(group), self._chosen(group)
         if chosen is not None and chosen not in options:
             options = {**options, chosen: "Not one of this project."}
+        width = max(11, *map(len, options))
         for option, about in options.items():
             mark = "*" if option == chosen else " "
-            yield from _wrapped(f"  {mark} {option:<11} {about}", " " * 16)
+            yield from _wrapped(f"  {mark} {option:<{width}} {about}", " " * (width + 5))
 
     def _chosen(self, group: str) -> str | None:
-        return self.hydra_config.runtime.choices.get(group)
+        return self.job.hydra.runtime.choices.get(group)
 
     def _key(self, key: str, doc: str) -> Iterator[str]:
         # Not resolved: what an interpolation takes from the environment may be a secret.
-        value: Any = OmegaConf.to_container(self.composed, resolve=False)
+        value: Any = OmegaConf.to_container(self.job.config, resolve=False)
         for name in key.split("."):
             value = value[name]
         shown = value.value if isinstance(value, Enum) else json.dumps(value, ensure_ascii=False, default=_member)
@@ -111,23 +115,23 @@ class Help:
         yield from _wrapped(f"    {doc}", "    ")
 
 
-def _member(one: Enum) -> str:
-    """Of a list of choices."""
-    return one.value
+def _member(member: Enum) -> str:
+    """Return the value of a member of an enum, where it stands in a list."""
+    return member.value
 
 
 def sections() -> Mapping[str, str]:
     """Maps each section to what it is about."""
-    names = dict.fromkeys(section_of(key) for key in load.key_docs())
+    names = dict.fromkeys(find_section(key) for key in load.key_docs())
     docs = load.literal_docs(Config)
     return {name: docs.get(name, "The whole: seed, device, dry run, resuming.") for name in names}
 
 
-def section_of(key: str) -> str:
+def find_section(key: str) -> str:
     return key.partition(".")[0] if "." in key else RUN
 
 
-def options_of(group: str) -> dict[str, str]:
+def list_options(group: str) -> dict[str, str]:
     """Maps each option to the first sentence of its file."""
     files = sorted((Path(load.__file__).parent / group).glob("*.yaml"))
     return {file.stem: first_sentence(_comment(file)) for file in files}

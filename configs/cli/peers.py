@@ -1,4 +1,4 @@
-"""What other frameworks call our keys. The error for an unknown key and the tables of docs/migrating.md say it.
+"""The names of our keys in other frameworks, for the error of an unknown key and for the tables of docs/migrating.md.
 
 Names are those of current sources, as far as these were read; older names, such as OpenRLHF's flat ones, are as their
 users know them. They are the rows of peers.tsv, with blanks between the names of one key, the newest first.
@@ -18,10 +18,11 @@ class Equivalent:
     verl: tuple[str, ...] = ()
     skyrl: tuple[str, ...] = ()
     prime_rl: tuple[str, ...] = ()
+    areal: tuple[str, ...] = ()
     openrlhf: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
     differs: str = ""
-    """What is different in meaning."""
+    """The difference in meaning, where there is one."""
 
     @property
     def is_sentence(self) -> bool:
@@ -31,11 +32,18 @@ class Equivalent:
         return getattr(self, framework)
 
 
-FRAMEWORKS = {"verl": "verl", "skyrl": "SkyRL", "prime_rl": "prime-rl", "openrlhf": "OpenRLHF", "trl": "TRL"}
+FRAMEWORKS = {
+    "verl": "verl",
+    "skyrl": "SkyRL",
+    "prime_rl": "prime-rl",
+    "areal": "AReaL",
+    "openrlhf": "OpenRLHF",
+    "trl": "TRL",
+}
 
 
 def _rows() -> tuple[Equivalent, ...]:
-    """peers.tsv, whose columns are the fields of `Equivalent`."""
+    """Read peers.tsv, whose columns are the fields of `Equivalent`."""
     with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return tuple(
@@ -57,10 +65,10 @@ def equivalents(key: str) -> list[tuple[Equivalent, str, str]]:
         for framework, shown in FRAMEWORKS.items()
         for theirs in equivalent.named(framework)
     ]
-    exact = [one for one in named if one[2] == key]
+    exact = [match for match in named if match[2] == key]
     if exact:
         return exact
-    ending = [one for one in named if one[2].endswith(f".{key}")]
+    ending = [match for match in named if match[2].endswith(f".{key}")]
     if "." not in key:
         return ending if len({equivalent.here for equivalent, _, _ in ending}) == 1 else []
-    return ending or [one for one in named if one[2] == key.rpartition(".")[2]]
+    return ending or [match for match in named if match[2] == key.rpartition(".")[2]]

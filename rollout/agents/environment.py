@@ -1,21 +1,21 @@
-"""What an environment is: the other side of a conversation, or a tool."""
+"""The environment: the other side of a conversation, or a tool."""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 import numpy as np
 
-from rollout.sessions.messages import Message, ToolCall
+from rollout.chat.messages import Message, ToolCall
 from rollout.types import IntArray
 
 Observation = str | Sequence[Message]
-"""What the policy reads next. A text is taken as it is, with everything around it that the chat template wants; special
-tokens count. Messages are written by the chat template."""
+"""The text or messages that the policy reads next. A text is taken as it is, with everything around it that the chat
+template wants; special tokens count. Messages are written by the chat template."""
 
 
 class Turn(str):
-    """What the policy wrote in one turn: its text, decoded without special tokens, and what belongs to it.
+    """The text that the policy wrote in one turn, decoded without control tokens, and what belongs to it.
 
     Example: turn == "<think>easy</think>4", turn.reasoning == "easy", turn.content == "4"
     """
@@ -28,7 +28,7 @@ class Turn(str):
     tool_calls: tuple[ToolCall, ...] | None
     """None where the loop has no parser."""
     recorded: str | None = None
-    """In an episode that runs again: what the policy read after this turn the first time, decoded without special
+    """In an episode that runs again: what the policy read after this turn the first time, decoded without control
     tokens. It reads that again, whatever the step's observation: an expensive or changing lookup can be left out. The
     step's other fields count as ever."""
 
@@ -40,7 +40,7 @@ class Turn(str):
         message: Message | None = None,
         recorded: str | None = None,
     ) -> Self:
-        """`message`: what a parser read in it."""
+        """Make a turn. `message` is what a parser read in it."""
         turn = cls(text)
         turn.recorded = recorded
         turn.token_ids = np.empty(0, np.int32) if token_ids is None else token_ids
@@ -60,7 +60,7 @@ class Step:
     observation: Observation = ""
     done: bool = False
     reward: float | None = None
-    """Summed over the episode. If no step gives one, rollout.reward scores the response."""
+    """Summed over the episode. If no step gives one, rollout.reward scores what the policy said."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last value of each name in an episode is logged as agent/<name>, the mean over the trajectories of a step."""
     counts: Mapping[str, float] = field(default_factory=dict)
@@ -68,24 +68,15 @@ class Step:
 
 
 class Environment(Protocol):
-    """The environment of one episode. It may be async, or a plain class, whose methods then run in threads.
+    """The environment of one episode. It may be async, or have plain methods. These run in threads. With
+    rollout.tools_run_in=process, an environment that has any is pickled before its `reset`, and lives in a process of
+    its own until its episode ends; so does one that has `has_plain_methods = True`.
 
-    It may have two more methods: those of `Resettable` and `Closable`.
+    It may have two more methods, async or plain:
+
+    - `reset() -> Observation` is called before the first turn. It returns what the policy reads after its prompt; "" is
+      nothing more. Messages come before the generation prompt.
+    - `close()` is called at the end, however the episode ended: also when it failed, or was cancelled.
     """
 
     def step(self, turn: Turn, /) -> Step | Awaitable[Step]: ...
-
-
-@runtime_checkable
-class Resettable(Protocol):
-    def reset(self) -> Observation | Awaitable[Observation]:
-        """Called before the first turn. Returns what the policy reads after its prompt; "" is nothing more. Messages
-        come before the generation prompt."""
-        ...
-
-
-@runtime_checkable
-class Closable(Protocol):
-    def close(self) -> object:
-        """Called at the end, however the episode ended: also when it failed, or was cancelled."""
-        ...

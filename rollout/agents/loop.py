@@ -1,10 +1,12 @@
-"""What an agent loop is: it makes episodes of prompts, over a `generate` callable."""
+"""Agent loops make episodes of prompts, over a `generate` callable."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -14,7 +16,6 @@ from rollout.events.event import Emit, nobody
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult
-from rollout.sessions.messages import ToolSpec
 from rollout.types import (
     Completion,
     GenerationRequest,
@@ -33,28 +34,29 @@ class Abortable(Protocol):
     """A `GenerateGroup` whose requests can also be ended with what they have sampled."""
 
     async def abort(self, request_ids: Collection[RequestId]) -> bool:
-        """The requests answer with the tokens they have, and finish_reason "abort". Returns whether they were all at
-        an engine. May raise ReplicaLostError."""
+        """Make the requests answer with the tokens they have, and finish_reason "abort". Returns whether they were all
+        at an engine. May raise ReplicaLostError."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeTask:
     request_id: RequestId
-    """Of its first turn."""
+    """The name of its first turn."""
     prompt: Prompt
     index: int
     """Place in the prompt's group."""
     sampling: SamplingParams
     """`max_tokens` bounds the whole response: all turns, and what the environment says."""
     recorded: Mapping[int, PartialCompletion] = field(default_factory=dict)
-    """What earlier attempts at the episode had, by turn. An agent loop needs it only for what an environment said:
-    `generate` itself answers with what was sampled."""
+    """The partial completions of earlier attempts at the episode, by turn. An agent loop needs it only for what an
+    environment said: `generate` itself answers with what was sampled."""
     emit: Emit = field(default=nobody, compare=False, repr=False)
     """Takes events of the episode. In another process than the agent worker's nobody listens."""
 
     def recorded_observation(self, turn: int, token_ids: Sequence[int]) -> IntArray | None:
-        """What an environment said before the turn in an earlier attempt, if all tokens until then were these."""
+        """Return what an environment said before the turn in an earlier attempt, if all tokens until then were
+        these."""
         partial = self.recorded.get(turn)
         if partial is None or partial.observed is None:
             return None
@@ -70,15 +72,15 @@ class Episode:
     finish_reason: str
     cached_tokens: int
     result: RewardResult | None = None
-    """From an environment that gives the reward itself, or that failed. None: the reward function scores the
+    """The reward, where the environment gives it itself or has failed. None: the reward function scores the
     response."""
     metrics: dict[str, float] = field(default_factory=dict)
     newest: int = -1
-    """Which of the sequences has what the policy said last: rewards read it at the end of the text."""
+    """The index of the sequence with what the policy said last: rewards read it at the end of the text."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all responses."""
+        """Return the number of tokens of all responses."""
         return sum(len(sequence.response_ids) for sequence in self.sequences)
 
 
@@ -98,24 +100,11 @@ class EpisodeLoop(Protocol):
 
 
 AgentLoop = GroupLoop | EpisodeLoop
-"""A user's own is given by rollout.agent_loop=package.module:name. One that is both is run as a GroupLoop."""
+"""A user's own is named by rollout.agent_loop=package.module:name. One that is both is run as a GroupLoop.
 
-
-@runtime_checkable
-class Ends(Protocol):
-    """An agent loop that holds what outlives its episodes, such as a pool of sandboxes."""
-
-    async def close(self) -> None:
-        """Called once, when the run ends: not in an agent worker that is killed."""
-        ...
-
-
-@runtime_checkable
-class ShowsTools(Protocol):
-    """An agent loop whose prompts show tools, by the chat template."""
-
-    @property
-    def prompt_tools(self) -> Sequence[ToolSpec]: ...
+A loop that holds what outlives its episodes, such as a pool of sandboxes, has besides `async def close(self) -> None`.
+It is called once, when the run ends, but not in an agent worker that is killed. A loop whose prompts show tools, by the
+chat template, has `prompt_tools: Sequence[ToolSpec]`."""
 
 
 class SingleTurn:
@@ -137,7 +126,7 @@ class SingleTurn:
 
 
 def load_agent_loop(name: str, tokenizer: Any, args: Mapping[str, Any] = MappingProxyType({})) -> AgentLoop:
-    """`name`: single_turn, or the `package.module:name` of a class or function that makes a loop of the tokenizer and,
+    """Load single_turn, or the `package.module:name` of a class or function that makes a loop of the tokenizer and,
     by name, the `args` of rollout.agent_args. Raises ValueError for what is no agent loop."""
     if name == "single_turn":
         return SingleTurn()
@@ -149,18 +138,18 @@ def load_agent_loop(name: str, tokenizer: Any, args: Mapping[str, Any] = Mapping
 
 
 def is_harness(config: Config) -> bool:
-    """Whether episodes are those of a harness, over sessions."""
+    """Return whether episodes are those of a harness, over sessions."""
     return config.rollout.agent is not None or config.rollout.agent_command is not None
 
 
 def is_replayable(config: Config) -> bool:
-    """Whether episodes that run again from their beginning hear what was sampled for them before."""
+    """Return whether episodes that run again from their beginning hear what was sampled for them before."""
     return config.sessions.replayable or not is_harness(config)
 
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:
-    """`generate` for a later attempt: requests that are complete are answered at once, others continue from the tokens
-    they have. A request with another prompt than before begins anew.
+    """Return `generate` for a later attempt: requests that are complete are answered at once, others continue from the
+    tokens they have. A request with another prompt than before begins anew.
 
     The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
     request takes what was sampled for its prompt, its own turn's if that is there. What one turn has taken no other
@@ -174,15 +163,15 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     taken: dict[tuple[InGroup, int], PartialCompletion | None] = {}
 
     def take_all(requests: list[GenerationRequest]) -> list[PartialCompletion | None]:
-        asked = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]
-        new = [key for key in asked if key not in taken]
+        keys = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]
+        new = [key for key in keys if key not in taken]
         for (episode, turn), checksum in new:  # before the others take what is left
             taken[(episode, turn), checksum] = known[episode, checksum].pop(turn, None)
         for (episode, turn), checksum in new:
-            of_prompt = known[episode, checksum]
-            if taken[(episode, turn), checksum] is None and of_prompt:
-                taken[(episode, turn), checksum] = of_prompt.pop(min(of_prompt))
-        return [taken[key] for key in asked]
+            same_prompt = known[episode, checksum]
+            if taken[(episode, turn), checksum] is None and same_prompt:
+                taken[(episode, turn), checksum] = same_prompt.pop(min(same_prompt))
+        return [taken[key] for key in keys]
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         answers: dict[RequestId, Completion] = {}
@@ -199,3 +188,27 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
         return [answers[request.request_id] for request in requests]
 
     return generate_the_rest
+
+
+# -- what outlives episodes: pools, retrievers, connections ------------------------------------------------------------
+
+Close = Callable[[], Awaitable[object]]
+_at_end: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Close]] = WeakKeyDictionary()
+
+
+def at_end(close: Close) -> None:
+    """Register `close`, to be awaited once on this event loop when the run ends. A harness is a function, and so has
+    no place for a `close` of its own."""
+    _at_end.setdefault(asyncio.get_running_loop(), []).append(close)
+
+
+async def end() -> None:
+    """Close what was given to `at_end`. Raises as `close_all` does."""
+    await close_all(_at_end.pop(asyncio.get_running_loop(), ()))
+
+
+async def close_all(closes: Sequence[Close]) -> None:
+    """Call each, whatever the others raise. Raises an ExceptionGroup of what they raise."""
+    outcomes = await asyncio.gather(*(close() for close in closes), return_exceptions=True)
+    if errors := [outcome for outcome in outcomes if isinstance(outcome, Exception)]:
+        raise ExceptionGroup(f"{len(errors)} of {len(outcomes)} could not be closed: {errors!r:.500}", errors)

@@ -3,21 +3,23 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from rollout.agents.closing import Close, close_all
-from rollout.agents.environment import Closable, Environment, Observation, Resettable, Step, Turn
-from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.agents.chat_turns import ChatTurns
+from rollout.agents.environment import Environment, Observation, Step, Turn
+from rollout.agents.loop import Close, Episode, EpisodeTask, GenerateGroup, close_all
 from rollout.agents.threads import OneThread, called
+from rollout.agents.tool_processes import PlacedEnvironment, is_plain, processes_here
+from rollout.chat.messages import Message, ToolSpec
+from rollout.chat.text_decoder import text_decoder
+from rollout.chat.text_encoder import LONG_TEXT, text_encoder
 from rollout.events.kinds import ToolEnded, ToolStarted
 from rollout.rewards.base import RewardResult
-from rollout.rewards.outcome import checked_metrics, described
-from rollout.sessions.messages import Message, ToolSpec
-from rollout.text_encoder import LONG_TEXT, text_encoder
+from rollout.rewards.outcome import checked_metrics, described, finite_number
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -31,36 +33,6 @@ from rollout.types import (
 
 logger = logging.getLogger(__name__)
 OWN_METRICS = ("turns", "cut_observations", "failed_closes")
-
-
-class Chat(Protocol):
-    """Reads turns, and writes messages. `ChatTurns` in rollout/sessions does by the model's chat template.
-
-    Its methods are called in one thread, which is not the event loop's.
-    """
-
-    @property
-    def tools(self) -> Sequence[ToolSpec]:
-        """What the chat template shows in the prompts, with data.chat_template=true."""
-        ...
-
-    @property
-    def end_token_ids(self) -> Sequence[int]:
-        """The tokens that end a turn, besides the end of the sequence."""
-        ...
-
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """What the policy said in a turn: content, reasoning, tool calls. A malformed call stays text."""
-        ...
-
-    def extend(self, prompt_ids: Sequence[int], messages: Sequence[Message]) -> Sequence[int]:
-        """The prompt with messages before its generation prompt. Raises ValueError where that cannot be."""
-        ...
-
-    def bridge(self, token_ids: Sequence[int], turn: Turn, messages: Sequence[Message]) -> Sequence[int] | None:
-        """What follows all token ids of the episode, which end with the turn, up to where the policy writes: what is
-        missing of the turn's end, the messages, the generation prompt. None where the chat template cannot go on."""
-        ...
 
 
 @dataclass(eq=False)
@@ -80,18 +52,20 @@ class MultiTurn:
     tokenizer: Any
     _: KW_ONLY
     max_turns: int
-    """Of the policy. An episode that needs more ends with "length"."""
+    """The most turns of the policy. An episode that needs more ends with "length"."""
     step_timeout_s: float = 60.0
-    """Of each reset, step and close of the environment. Its author, who knows how long one takes, passes it."""
+    """The deadline of each reset, step and close of the environment. Its author, who knows how long one takes, passes
+    it."""
     max_turn_tokens: int | None = None
-    """Of each turn; None is what is left of the response. An episode whose turn is cut off ends with "length"."""
+    """The most tokens of each turn; None is what is left of the response. An episode whose turn is cut off ends with
+    "length"."""
     max_observation_tokens: int | None = None
-    """Of each observation: a longer text is cut off at its end, and counted in agent/cut_observations. Messages are cut
-    before they are rendered, together to so many tokens."""
+    """The most tokens of each observation: a longer text is cut off at its end, and counted in agent/cut_observations.
+    Messages are cut before they are rendered, together to so many tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, besides those of rollout.stop."""
-    chat: Chat | None = None
-    """For environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
+    chat: ChatTurns | None = None
+    """The chat template, for environments that answer in messages, or ask a `Turn` for tool calls and reasoning."""
     closes: tuple[Close, ...] = ()
     """Called when the run ends: the `close` of what the environments share, such as a pool of sandboxes."""
 
@@ -103,13 +77,14 @@ class MultiTurn:
         if not (isinstance(self.step_timeout_s, int | float) and self.step_timeout_s > 0):
             raise ValueError(f"step_timeout_s={self.step_timeout_s}: must be a number above 0")
         self._encode = text_encoder(self.tokenizer)
+        self._decode = text_decoder(self.tokenizer)
 
     @property
     def prompt_tools(self) -> Sequence[ToolSpec]:
         return () if self.chat is None else self.chat.tools
 
     async def close(self) -> None:
-        """Raises an ExceptionGroup of what they raise."""
+        """Close what the environments share. Raises an ExceptionGroup of what goes wrong."""
         await close_all(self.closes)
 
     async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
@@ -128,9 +103,11 @@ class MultiTurn:
             episode.end_token_ids = self.chat.end_token_ids
         try:
             environment = episode.environment = self.make_environment(episode.task.prompt)
-            first = (
-                await self._in_time(episode, "reset", environment.reset) if isinstance(environment, Resettable) else ""
-            )
+            processes = processes_here()
+            if processes is not None and is_plain(environment):
+                episode.placed = await processes.place(environment)
+            reset = getattr(environment, "reset", None)
+            first = "" if reset is None else await self._in_time(episode, "reset", reset)
             episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
             recorded = episode.recorded_observation()
             observation = observation if recorded is None else recorded
@@ -157,6 +134,7 @@ class MultiTurn:
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
+            reward = None if step.reward is None else finite_number("the reward of a step", step.reward)
             observation = recorded
             if observation is None:
                 is_long = isinstance(step.observation, str) and len(step.observation) > LONG_TEXT
@@ -164,9 +142,9 @@ class MultiTurn:
         except Exception as error:
             self._fail(episode, error)
             return
-        if step.reward is not None:
+        if reward is not None:
             number = len(episode.turn_rewards)
-            episode.turn_rewards.append(TurnReward(episode.response.num_tokens, step.reward, number))
+            episode.turn_rewards.append(TurnReward(episode.response.num_tokens, reward, number))
         if step.done:
             episode.finish_reason = "stop"
         elif episode.num_turns == self.max_turns or episode.room <= len(observation):  # the policy could not answer
@@ -175,16 +153,25 @@ class MultiTurn:
             episode.add_observation(observation)
 
     async def _close(self, episode: "_Episode") -> None:
-        if not isinstance(episode.environment, Closable):
+        try:
+            if episode.placed is None or not episode.placed.is_lost:
+                await self._close_environment(episode)
+        finally:
+            if episode.placed is not None:
+                episode.placed.end()
+
+    async def _close_environment(self, episode: "_Episode") -> None:
+        close = getattr(episode.environment, "close", None)
+        if close is None:
             return
         try:
-            await self._in_time(episode, "close", episode.environment.close)
+            await self._in_time(episode, "close", close)
         except Exception as error:  # the episode is complete, and its reward holds
             logger.warning("an environment of prompt %d did not close", episode.task.prompt.ordinal, exc_info=error)
             episode.metrics["failed_closes"] = 1.0
 
     async def _in_time(self, episode: "_Episode", name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """What a method of the environment returns."""
+        """Call a method of the environment within its deadline, and record the call as an event."""
         emit, which = episode.task.emit, episode.task.request_id
         of: dict[str, Any] = {"ordinal": which.ordinal, "attempt": which.attempt, "episode": which.episode}
         of |= {"is_evaluation": which.is_evaluation, "turn": episode.num_turns, "call": name}
@@ -192,7 +179,9 @@ class MultiTurn:
         error: BaseException | None = None
         try:
             what = f"a {name} of the environment"
-            return await called(partial(method, *arguments), self.step_timeout_s, "step_timeout_s", what)
+            if episode.placed is not None:
+                return await episode.placed.call(name, arguments, what, self.step_timeout_s, "step_timeout_s")
+            return await called(method, self.step_timeout_s, "step_timeout_s", what, *arguments)
         except BaseException as failure:
             error = failure
             raise
@@ -210,20 +199,19 @@ class MultiTurn:
         return OneThread("tokenizer")
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any, is_long: bool = False) -> Any:
-        """What the function returns, which uses the tokenizer. Short plain text is quick, and needs no thread."""
+        """Call a function that uses the tokenizer, in a thread unless the text is short and plain, which is quick."""
         if self.chat is None and not is_long:
             return function(*arguments)
         return await self._thread(function, *arguments)
 
     def _turn(self, completion: Completion, recorded: IntArray | None) -> Turn:
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         message = None if self.chat is None else self.chat.parse(completion.token_ids.tolist())
-        heard = None if recorded is None else self.tokenizer.decode(recorded, skip_special_tokens=True)
-        return Turn.of(text, completion.token_ids, message, heard)
+        heard = None if recorded is None else self._decode(recorded)
+        return Turn.of(self._decode(completion.token_ids), completion.token_ids, message, heard)
 
     def _opened(self, episode: "_Episode", first: Observation) -> tuple[tuple[int, ...], IntArray]:
-        """The prompt, and what follows it before the first turn. Messages come before the generation prompt, which then
-        is no part of the prompt."""
+        """Return the prompt, and what follows it before the first turn. Messages come before the generation prompt,
+        which then is no part of the prompt."""
         prompt_ids = episode.prompt_ids
         if isinstance(first, str) or not (messages := self._messages(episode, first)):
             return prompt_ids, self._token_ids(episode, first)
@@ -249,13 +237,13 @@ class MultiTurn:
         return token_ids
 
     @property
-    def _chat(self) -> Chat:
+    def _chat(self) -> ChatTurns:
         if self.chat is None:
             raise ValueError("the environment answers in messages, which needs MultiTurn(chat=...)")
         return self.chat
 
     def _messages(self, episode: "_Episode", messages: Sequence[Message]) -> list[Message]:
-        """The messages of an observation, cut to max_observation_tokens."""
+        """Return the messages of an observation, cut to max_observation_tokens."""
         if not isinstance(messages, Sequence) or not all(isinstance(message, Message) for message in messages):
             raise TypeError(f"an observation is a text or a sequence of Message, and not {messages!r:.100}")
         left, short = self.max_observation_tokens, list[Message]()
@@ -264,7 +252,7 @@ class MultiTurn:
             kept = self._cut(episode, encoded, left)
             left = None if left is None else left - len(kept)
             whole = len(kept) == len(encoded)
-            text = message.content if whole else self.tokenizer.decode(kept, skip_special_tokens=True)
+            text = message.content if whole else self._decode(kept)
             short.append(replace(message, content=text))
         return short
 
@@ -281,14 +269,17 @@ class _Episode:
 
     task: EpisodeTask
     prompt_ids: tuple[int, ...] = field(init=False)
-    """Of the task, without its generation prompt where the first observation comes before that."""
+    """The prompt of the task, without its generation prompt where the first observation comes before that."""
     end_token_ids: Sequence[int] = ()
-    """Those that end a turn, besides the task's."""
+    """The tokens that end a turn, besides the task's."""
     environment: Environment | None = None
+    """The environment, or in a process a copy of what it was at its beginning."""
+    placed: PlacedEnvironment | None = None
+    """The process in which the environment is; None for one in the agent worker."""
     finish_reason: str = ""
     """"" while it is open."""
     num_turns: int = 0
-    """Of the policy."""
+    """The turns of the policy."""
     turn: Turn | None = None
     """The last of them."""
     turn_rewards: list[TurnReward] = field(default_factory=list)
@@ -306,7 +297,7 @@ class _Episode:
 
     @property
     def room(self) -> int:
-        """How many tokens the response may still have."""
+        """Return how many tokens the response may still have."""
         return self.task.sampling.max_tokens - self.response.num_tokens
 
     @property
@@ -319,6 +310,7 @@ class _Episode:
             request_id=replace(self.task.request_id, turn=self.num_turns),
             prompt_ids=self.token_ids,
             num_observed=self.num_observed,
+            num_routed=0 if self.response.routes is None else len(self.token_ids) - self.num_observed - 1,
             sampling=replace(
                 sampling.reseeded(self.num_turns),
                 max_tokens=self.room if max_turn_tokens is None else min(self.room, max_turn_tokens),
@@ -333,17 +325,18 @@ class _Episode:
         self.cached_tokens += completion.cached_tokens
 
     def recorded_observation(self) -> IntArray | None:
-        """What an earlier attempt at the episode, which went like this one until here, heard before the next turn."""
+        """Return the observation that an earlier attempt at the episode received before the next turn, if that attempt
+        went like this one until here."""
         return self.task.recorded_observation(self.num_turns, self.token_ids) if self.task.recorded else None
 
     def add_observation(self, token_ids: IntArray) -> None:
-        """Tokens that no policy sampled: no loss, logprob 0 and no version."""
+        """Add tokens that no policy sampled: no loss, logprob 0 and no version."""
         self.num_observed = len(token_ids)
         logprobs = np.zeros(len(token_ids), np.float32)
         self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
 
     def measure(self, step: Step) -> None:
-        """Raises ValueError for a name that is taken, and what `checked_metrics` raises."""
+        """Add the metrics of a step. Raises ValueError for a name that is taken, and what `checked_metrics` raises."""
         last, counts = checked_metrics(step.metrics), checked_metrics(step.counts)
         taken = [name for name in (*last, *counts) if name in OWN_METRICS or (name in last and name in counts)]
         if taken:

@@ -5,7 +5,6 @@ import inspect
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollout.agents.threads import called
@@ -65,7 +64,7 @@ class Warmed(Generic[T]):
         self._idle: deque[T] = deque()
         self._waiting: deque[asyncio.Future[T]] = deque()
         self._out: dict[int, T] = {}
-        """By `id`: those that episodes have."""
+        """The objects that episodes have, by `id`."""
         self._starting: set[asyncio.Task[Any]] = set()
         self._renewing: set[asyncio.Task[Any]] = set()
         self._ending: set[asyncio.Task[Any]] = set()
@@ -76,13 +75,13 @@ class Warmed(Generic[T]):
         return len(self._idle)
 
     async def take(self) -> T:
-        """One for the caller alone. Raises PoolClosedError, what `make` raises, and TimeoutError."""
+        """Return one for the caller alone. Raises PoolClosedError, what `make` raises, and TimeoutError."""
         self._require_open()
         while self._idle:
-            one = self._idle.popleft()
-            if await self._is_fit(one):
-                return self._handed_out(one)
-            self._stop(one)
+            item = self._idle.popleft()
+            if await self._is_fit(item):
+                return self._handed_out(item)
+            self._stop(item)
         self._require_open()
         waiting: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
@@ -94,16 +93,16 @@ class Warmed(Generic[T]):
                 self._put(waiting.result())  # it came, and nobody is there any more
             raise
 
-    def give_back(self, one: T, *, is_broken: bool = False) -> None:
-        """What `take` returned. It is renewed or ended meanwhile. `is_broken`: it is ended. Raises ValueError for what
-        is not handed out: it may be another episode's by now."""
-        if self._out.get(id(one)) is not one:
-            raise ValueError(f"{one!r:.100} is not handed out: it was given back before, or is of another pool")
-        del self._out[id(one)]
+    def give_back(self, item: T, *, is_broken: bool = False) -> None:
+        """Give back what `take` returned. It is renewed or ended meanwhile. `is_broken`: it is ended. Raises ValueError
+        for what is not handed out: it may be another episode's by now."""
+        if self._out.get(id(item)) is not item:
+            raise ValueError(f"{item!r:.100} is not handed out: it was given back before, or is of another pool")
+        del self._out[id(item)]
         if self._renew is None or is_broken or self._is_closed or len(self._idle) >= self._size:
-            self._stop(one)
+            self._stop(item)
         else:
-            self._keep(self._renewing, self._renewed(one))
+            self._keep(self._renewing, self._renewed(item))
 
     async def close(self) -> None:
         """End all that wait, also those that still start. Those that episodes have are ended when they come back.
@@ -128,21 +127,21 @@ class Warmed(Generic[T]):
         if self._is_closed:
             raise PoolClosedError("the pool was closed")
 
-    def _handed_out(self, one: T) -> T:
-        self._out[id(one)] = one
+    def _handed_out(self, item: T) -> T:
+        self._out[id(item)] = item
         self._fill()
-        return one
+        return item
 
-    async def _is_fit(self, one: T) -> bool:
+    async def _is_fit(self, item: T) -> bool:
         if self._works is None:
             return True
         try:
-            return bool(await self._call(self._works, one, "works"))
+            return bool(await self._call(self._works, item, "works"))
         except asyncio.CancelledError:
-            self._stop(one)
+            self._stop(item)
             raise
         except Exception as error:
-            logger.warning("%r cannot say whether it works, and is replaced", one, exc_info=error)
+            logger.warning("%r cannot say whether it works, and is replaced", item, exc_info=error)
             return False
 
     # -- starting ------------------------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ class Warmed(Generic[T]):
         if self._is_closed:
             return
         come_back = 0 if self._renew is None else len(self._out) + len(self._renewing)
-        waiting = sum(not one.done() for one in self._waiting)
+        waiting = sum(not future.done() for future in self._waiting)
         missing = waiting + max(0, self._size - len(self._idle) - come_back)
         for _ in range(missing - len(self._starting)):
             self._keep(self._starting, self._start(), self._started)
@@ -195,16 +194,16 @@ class Warmed(Generic[T]):
         else:
             logger.warning("a start for the pool failed, and is tried again when the next is taken", exc_info=error)
 
-    def _put(self, one: T) -> None:
-        """For the first who waits, or to wait itself."""
+    def _put(self, item: T) -> None:
+        """Hand it to the first who waits, or keep it."""
         if self._is_closed:
-            self._stop(one)
+            self._stop(item)
         elif (waiting := self._next_waiting()) is not None:
-            waiting.set_result(one)
+            waiting.set_result(item)
         elif len(self._idle) < self._size:
-            self._idle.append(one)
+            self._idle.append(item)
         else:
-            self._stop(one)
+            self._stop(item)
 
     def _next_waiting(self) -> asyncio.Future[T] | None:
         while self._waiting:
@@ -214,27 +213,27 @@ class Warmed(Generic[T]):
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
-    def _stop(self, one: T) -> None:
-        self._keep(self._ending, self._stopped(one))
+    def _stop(self, item: T) -> None:
+        self._keep(self._ending, self._stopped(item))
 
-    async def _stopped(self, one: T) -> None:
+    async def _stopped(self, item: T) -> None:
         try:
-            await self._call(self._end, one, "end")
+            await self._call(self._end, item, "end")
         except Exception as error:  # nobody waits for it
-            logger.warning("%r did not end, and may be left behind", one, exc_info=error)
+            logger.warning("%r did not end, and may be left behind", item, exc_info=error)
 
-    async def _renewed(self, one: T) -> None:
+    async def _renewed(self, item: T) -> None:
         assert self._renew is not None
         try:
-            await self._call(self._renew, one, "renew")
+            await self._call(self._renew, item, "renew")
         except Exception as error:
-            logger.warning("%r could not be renewed, and is replaced", one, exc_info=error)
-            await self._stopped(one)
+            logger.warning("%r could not be renewed, and is replaced", item, exc_info=error)
+            await self._stopped(item)
         else:
-            self._put(one)
+            self._put(item)
 
-    async def _call(self, function: Callable[[T], Any], one: T, name: str) -> Any:
-        return await called(partial(function, one), self._timeout_s, "timeout_s", f"{name} for the pool")
+    async def _call(self, function: Callable[[T], Any], item: T, name: str) -> Any:
+        return await called(function, self._timeout_s, "timeout_s", f"{name} for the pool", item)
 
     @staticmethod
     def _keep(

@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -18,13 +17,15 @@ MAX_THREADS = 64
 _free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def called(call: Callable[[], Any], timeout_s: float, key: str, what: str) -> Any:
-    """Return what the call returns: awaited on the event loop if it is async, else run in a thread. Raises what it
-    raises, and TimeoutError as `in_thread` does."""
-    if inspect.iscoroutinefunction(call):
-        outcome = call()
+async def called(
+    function: Callable[..., Any], timeout_s: float, key: str, what: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Return what the function returns for these arguments: awaited on the event loop if it is async, else run in a
+    thread. Raises what it raises, and TimeoutError as `in_thread` does."""
+    if inspect.iscoroutinefunction(function):
+        outcome = function(*args, **kwargs)
     else:
-        outcome = await in_thread(call, timeout_s, key, what)
+        outcome = await in_thread(lambda: function(*args, **kwargs), timeout_s, key, what)
     if not inspect.isawaitable(outcome):
         return outcome
     async with within(timeout_s, key, what):
@@ -46,22 +47,31 @@ async def in_thread(call: Callable[[], T], timeout_s: float, key: str, what: str
         await free.acquire()
     ended: asyncio.Future[T] = loop.create_future()
 
-    def finish(settle: Callable[[], None]) -> None:
+    def finish(value: Any, error: BaseException | None) -> None:
         free.release()
-        if not ended.done():  # it came in time
-            settle()
+        if ended.done():  # it came too late
+            return
+        if error is None:
+            ended.set_result(value)
+        else:
+            ended.set_exception(error)
 
     def work() -> None:
+        value, error = None, None
         try:
-            settle = partial(ended.set_result, call())
-        except BaseException as error:
+            value = call()
+        except BaseException as raised:
+            error = raised
             if not isinstance(error, Exception) or isinstance(error, StopIteration):  # those end more than the call
                 error = RuntimeError(f"{type(error).__name__}: {error}")
-            settle = partial(ended.set_exception, error)
         with contextlib.suppress(RuntimeError):  # the event loop is closed, and nobody waits
-            loop.call_soon_threadsafe(finish, settle)
+            loop.call_soon_threadsafe(finish, value, error)
 
-    threading.Thread(target=work, name=what, daemon=True).start()
+    try:
+        threading.Thread(target=work, name=what, daemon=True).start()
+    except RuntimeError:  # the system has no more threads for us
+        free.release()
+        raise
     async with within(timeout_s, key, what):
         return await ended
 

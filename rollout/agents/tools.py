@@ -2,7 +2,8 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NotRequired, Protocol, Self, get_args, get_origin, get_type_hints
@@ -13,17 +14,19 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
 from typing_extensions import TypedDict
 
+from rollout.actors.resident import UnloadableError
 from rollout.agents.environment import Step, Turn
 from rollout.agents.threads import called
+from rollout.agents.tool_processes import KEY, check_by_name, processes_here
+from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
 from rollout.rewards.outcome import described
-from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
 
 MAX_NAME_CHARS = 64
-"""What OpenAI's and Anthropic's endpoints allow."""
+"""The limit of OpenAI's and Anthropic's endpoints."""
 
 
 class _Schema(GenerateJsonSchema):
-    """Without titles, which repeat the names and cost the policy tokens."""
+    """Leave out the titles, which repeat the names and cost the policy tokens."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -45,7 +48,7 @@ class Tool:
     """
 
     function: Callable[..., Any]
-    """Async, or one that may block: it then runs in a thread."""
+    """Async, or one that may block: it then runs where rollout.tools_run_in says."""
     spec: ToolSpec
     arguments: TypeAdapter[Mapping[str, Any]]
     """Reads the arguments of a call."""
@@ -64,7 +67,7 @@ class Tool:
         if len(name) > MAX_NAME_CHARS:
             raise ValueError(f"tool {name}: endpoints allow names of at most {MAX_NAME_CHARS} characters")
         docstring = docstring_parser.parse(inspect.getdoc(function) or "")
-        described_there = {one.arg_name: one.description for one in docstring.params if one.description}
+        described_there = {param.arg_name: param.description for param in docstring.params if param.description}
         hints = get_type_hints(function, include_extras=True)
         parameters = {
             parameter.name: _field(name, parameter, hints, described_there.get(parameter.name))
@@ -83,14 +86,14 @@ class Tool:
 
 
 def _field(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any], description: str | None) -> Any:
-    """The type of a parameter, with its description and default."""
+    """Return the type of a parameter, with its description and default."""
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         raise ValueError(f"tool {tool}: parameter {parameter} cannot be given by name")
     if parameter.name not in hints:
         raise ValueError(f"tool {tool}: parameter {parameter.name} has no type; annotate it, for example with int")
     hint = hints[parameter.name]
     if get_origin(hint) is Annotated:  # a text in it describes the parameter
-        description = next((one for one in get_args(hint)[1:] if isinstance(one, str)), description)
+        description = next((text for text in get_args(hint)[1:] if isinstance(text, str)), description)
     if parameter.default is parameter.empty:
         return Annotated[hint, Field(description=description)] if description else hint
     extra = {} if parameter.default is None else {"default": to_jsonable_python(parameter.default, fallback=str)}
@@ -100,17 +103,17 @@ def _field(tool: str, parameter: inspect.Parameter, hints: Mapping[str, Any], de
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
     text: str
-    """What the policy reads: what the tool returned, or "Error: " and what went wrong."""
+    """The text that the policy reads: what the tool returned, or "Error: " and what went wrong."""
     is_error: bool = False
     is_cut: bool = False
-    """Whether the text was longer than allowed."""
+    """True where the text was longer than allowed."""
 
 
 class Tools(Protocol):
     """The tools of an episode, wherever they run. `Toolbox` is one."""
 
     def specs(self) -> Sequence[ToolSpec]:
-        """For the chat template, or an endpoint."""
+        """Return the tools for the chat template, or an endpoint."""
         ...
 
     async def result(self, call: ToolCall) -> ToolResult:
@@ -120,7 +123,7 @@ class Tools(Protocol):
 
 
 def no_tool(name: str, names: Iterable[str]) -> str:
-    """What the policy reads where none of the tools has the name that it called."""
+    """Return what the policy reads where none of the tools has the name that it called."""
     return f"no tool is named {name!r}; there are: {', '.join(names) or 'none'}"
 
 
@@ -157,40 +160,114 @@ class Toolbox:
         if max_output_chars < 1:
             raise ValueError(f"max_output_chars={max_output_chars}: must be at least 1")
         self._call_timeout_s, self._max_output_chars = call_timeout_s, max_output_chars
+        self._may_run_in_processes = False
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError for a tool that cannot run where rollout.tools_run_in says."""
+        if processes_here() is not None and not self._may_run_in_processes:
+            for tool in self._tools.values():
+                if not inspect.iscoroutinefunction(tool.function):
+                    _check_for_process(tool)
+            self._may_run_in_processes = True
 
     def specs(self) -> tuple[ToolSpec, ...]:
-        """For the chat template, or an endpoint."""
+        """Return the tools for the chat template, or an endpoint. Raises ValueError for one that cannot run where
+        rollout.tools_run_in says."""
+        self._check()
         return tuple(tool.spec for tool in self._tools.values())
 
     async def call(self, call: ToolCall) -> str:
-        """The text of the call's result."""
+        """Return the text of the call's result."""
         return (await self.result(call)).text
 
     async def result(self, call: ToolCall) -> ToolResult:
         """Run a call. What goes wrong with it is a result too, for the policy to read: a name that no tool has,
-        arguments that do not fit, an error that the tool raises, a deadline."""
-        try:
-            text = await self._run(call)
-        except _WrongCall as error:
-            return self._capped(f"Error: {error}", is_error=True)
-        except Exception as error:
-            return self._capped(f"Error: {described(error)}", is_error=True)
-        return self._capped(text)
+        arguments that do not fit, an error that the tool raises, a deadline, the end of its process.
 
-    async def _run(self, call: ToolCall) -> str:
+        Raises:
+            ValueError: The tool cannot run where rollout.tools_run_in says.
+            UnloadableError: Its process cannot load it.
+        """
+        self._check()
+        try:
+            return await self._run(call)
+        except UnloadableError:
+            raise
+        except Exception as error:
+            return _wrong(error, self._max_output_chars)
+
+    async def _run(self, call: ToolCall) -> ToolResult:
         tool = self._tools.get(call.name)
         if tool is None:
             raise _WrongCall(no_tool(call.name, self._tools))
-        try:
-            arguments = tool.arguments.validate_json(call.arguments or "{}")
-        except ValidationError as error:
-            raise _WrongCall(f"the arguments of {call.name} are wrong: {_explained(error)}") from error
-        ready = partial(tool.function, **arguments)
-        value = await called(ready, self._call_timeout_s, "call_timeout_s", f"the tool {call.name}")
-        return _as_text(call.name, value)
+        is_async, processes = inspect.iscoroutinefunction(tool.function), processes_here()
+        limit = (self._call_timeout_s, "call_timeout_s")
+        what = f"the tool {call.name}"
+        if processes is not None and not is_async:
+            arguments = (tool.function, call.arguments, self._max_output_chars)
+            return await processes.call(RUNNER, arguments, what, *limit)
+        function = tool.function if is_async else partial(_texted, tool)
+        value = await called(function, *limit, what, **_arguments(tool, call.arguments))
+        return capped(_as_text(call.name, value), self._max_output_chars)
 
-    def _capped(self, text: str, is_error: bool = False) -> ToolResult:
-        return capped(text, self._max_output_chars, is_error=is_error)
+
+def _check_for_process(tool: Tool) -> None:
+    check_by_name(tool.function)
+    if Tool.of(tool.function).spec != tool.spec:
+        raise ValueError(f"{KEY}: the tool {tool.spec.name} is not as its function describes it; pass the function")
+
+
+def _texted(tool: Tool, /, **arguments: Any) -> Any:
+    """Return the text of what a plain function returns, or the awaitable that it returns."""
+    value = tool.function(**arguments)
+    return value if inspect.isawaitable(value) else _as_text(tool.spec.name, value)
+
+
+class ToolRunner:
+    """Calls tools in a process of their own. Everything that a policy's arguments and a tool's value can do happens
+    there."""
+
+    def __init__(self) -> None:
+        self._tools: dict[Callable[..., Any], Tool] = {}
+
+    def run(
+        self, function: Callable[..., Any], arguments: str, max_output_chars: int
+    ) -> ToolResult | Awaitable[ToolResult]:
+        """Return the result of a call, as `Toolbox.result` does; an awaitable where the function returns one."""
+        try:
+            tool = self._tools.get(function) or Tool.of(function)
+            self._tools[function] = tool
+            text = _texted(tool, **_arguments(tool, arguments))
+        except BaseException as error:  # SystemExit too: a tool may execute code that a model wrote
+            return _wrong(error, max_output_chars)
+        if inspect.isawaitable(text):
+            return self._awaited(tool, text, max_output_chars)
+        return capped(text, max_output_chars)
+
+    async def _awaited(self, tool: Tool, value: Awaitable[Any], max_output_chars: int) -> ToolResult:
+        try:
+            return capped(_as_text(tool.spec.name, await value), max_output_chars)
+        except BaseException as error:
+            return _wrong(error, max_output_chars)
+
+
+RUNNER = pickle.dumps(ToolRunner())
+
+
+def _wrong(error: BaseException, max_output_chars: int) -> ToolResult:
+    """Return what the policy reads of an error."""
+    if not isinstance(error, Exception):
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    text = str(error) if isinstance(error, _WrongCall) else described(error)
+    return capped(f"Error: {text}", max_output_chars, is_error=True)
+
+
+def _arguments(tool: Tool, arguments: str) -> Mapping[str, Any]:
+    try:
+        return tool.arguments.validate_json(arguments or "{}")
+    except ValidationError as error:
+        raise _WrongCall(f"the arguments of {tool.spec.name} are wrong: {_explained(error)}") from error
 
 
 class _WrongCall(Exception):
@@ -199,10 +276,10 @@ class _WrongCall(Exception):
 
 def _explained(error: ValidationError) -> str:
     problems: list[str] = []
-    for one in error.errors(include_url=False):
-        where = ".".join(map(str, one["loc"]))
-        given = "" if one["type"] == "missing" else f" (given: {one['input']!r:.80})"
-        problems.append(f"{where}: {one['msg']}{given}" if where else f"{one['msg']}{given}")
+    for detail in error.errors(include_url=False):
+        where = ".".join(map(str, detail["loc"]))
+        shown_input = "" if detail["type"] == "missing" else f" (given: {detail['input']!r:.80})"
+        problems.append(f"{where}: {detail['msg']}{shown_input}" if where else f"{detail['msg']}{shown_input}")
     return "; ".join(problems)
 
 

@@ -3,30 +3,39 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
+import numpy as np
+
 from configs.schema import Config
-from rollout.agents.loop import AgentLoop, Ends, Episode, EpisodeTask, GenerateGroup, GroupLoop, is_replayable
-from rollout.agents.relay import Relay
-from rollout.errors import EpisodesLostError, NoTokensError
+from rollout.agents.loop import Abortable, AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop, resume_from
+from rollout.agents.tool_processes import ToolProcesses, make_processes, tools_in
+from rollout.chat.end_tokens import end_token_ids
+from rollout.chat.text_decoder import text_decoder
+from rollout.errors import NoTokensError, OtherRewardError, ReplicaLostError
 from rollout.events.event import finite
 from rollout.events.kinds import EpisodeEnded, EpisodeStarted, RewardEnded, RewardStarted
 from rollout.events.log import SILENT, EventLog
-from rollout.progress import Attempt
+from rollout.progress import Attempt, EpisodesOpen, GroupMessage, Move, ReplicaLost
 from rollout.request_ids import RequestId
-from rollout.rewards.base import RewardResult
+from rollout.rewards.base import RewardResult, read_checksum
 from rollout.rewards.dapo import overlong_penalty
 from rollout.rewards.outcome import settled
 from rollout.rewards.scoring import RewardScorer
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import (
+    Completion,
     EvaluatedPrompt,
     EvaluatedSample,
+    GenerationRequest,
+    IntArray,
     Prompt,
     SamplingParams,
+    TokenSequence,
     Trajectory,
     TrajectoryGroup,
 )
@@ -41,32 +50,92 @@ class _Scored:
 
     episode: Episode
     text: str
+    """The responses of all sequences, for people."""
     result: RewardResult
     """The environment's, or else the reward's."""
     began: float
-    """When its call began, in seconds since the epoch."""
+    """The time at which its call began, in seconds since the epoch."""
     generate_s: float
     reward_s: float
+    tool_s: float
 
 
-OnOpen = Callable[[int], None]
-"""Told how many episodes of a group are open, when an attempt begins and whenever one has ended."""
+class PolicyTime:
+    """Passes the requests of a call on, and measures for how long at least one of them waits for its answer: the rest
+    of the call is the time of tools, environments and harnesses.
+
+    Example:
+        policy = PolicyTime(relay)
+        episode = await loop.run_episode(task, policy)
+        policy.seconds  # 3.5
+    """
+
+    def __init__(self, generate: GenerateGroup):
+        self.seconds = 0.0
+        self._generate, self._num_open, self._since = generate, 0, 0.0
+        self._clock = asyncio.get_running_loop().time
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        if not self._num_open:
+            self._since = self._clock()
+        self._num_open += 1
+        try:
+            return await self._generate(requests)
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self.seconds += self._clock() - self._since
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        """End requests as `Abortable.abort` does. Return False where they cannot be ended."""
+        return isinstance(self._generate, Abortable) and await self._generate.abort(request_ids)
 
 
-@dataclass(slots=True)
-class _UnderWay:
-    """A group under way."""
+class Relay:
+    """Sends a group's requests to the replica of its attempt. When that is lost, they wait for the next attempt, and
+    continue there from the tokens they had: an episode does not notice, whatever its environment or harness has done.
 
-    relay: Relay
-    on_open: OnOpen
-    """Of the present attempt."""
-    num_open: int
-    task: asyncio.Task[list[_Scored]] = field(init=False)
+    Example:
+        relay = Relay(generate_on_replica_0, Attempt(), on_lost=news.set)
+        task = asyncio.create_task(loop.run(tasks, relay))
+        relay.lost  # ReplicaLostError("replica-0 died")
+        relay.move(generate_on_replica_1, Attempt(number=1, partials=partials))
+    """
 
-    def end(self, count: int) -> None:
-        """So many episodes more have ended. Their rewards are still to come, which need no room on a replica."""
-        self.num_open -= count
-        self.on_open(self.num_open)
+    def __init__(self, generate: GenerateGroup, attempt: Attempt, on_lost: Callable[[], object] = lambda: None):
+        self._on_lost = on_lost
+        self._moved = asyncio.Event()
+        self.move(generate, attempt)
+
+    def move(self, generate: GenerateGroup, attempt: Attempt) -> None:
+        """Send requests to another replica from now on, and with them those that wait."""
+        self._attempt, self._replica = attempt, generate
+        self._generate = resume_from(attempt.partials, generate)
+        self.lost: ReplicaLostError | None = None
+        """The loss of the present replica."""
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        while True:
+            moved = self._moved
+            try:
+                return await self._generate([self._named(request) for request in requests])
+            except ReplicaLostError as error:
+                # The old replica may fail some requests only after the move: they know by their own event.
+                if not moved.is_set() and self.lost is None:
+                    self.lost = error
+                    self._on_lost()
+            await moved.wait()  # until the driver's next attempt, or until it gives the group up and cancels
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        """End requests as `Abortable.abort` does. Return False while they wait for a replica."""
+        if self.lost is not None or not isinstance(self._replica, Abortable):
+            return False
+        return await self._replica.abort([replace(name, attempt=self._attempt.number) for name in request_ids])
+
+    def _named(self, request: GenerationRequest) -> GenerationRequest:
+        return replace(request, request_id=replace(request.request_id, attempt=self._attempt.number))
 
 
 @dataclass(kw_only=True)
@@ -75,7 +144,8 @@ class AgentWorker:
 
     Example:
         worker.replicas["replica-3"] = generate
-        group = await worker.run_group(prompt, "replica-3", sampling, 8, Attempt(), on_open=print)
+        async for message in worker.run_group(prompt, "replica-3", sampling, 8, Attempt()):
+            print(message)  # EpisodesOpen(count=5), EpisodesOpen(count=0), TrajectoryGroup(...)
     """
 
     config: Config
@@ -84,78 +154,79 @@ class AgentWorker:
     loop: AgentLoop
     scorer: RewardScorer
     replicas: dict[str, GenerateGroup]
-    """Those that it generates on. More may be added."""
+    """The replicas that it generates on, by name. More may be added."""
     events: EventLog = SILENT
-    """What happens here, for the driver."""
-    _waiting: dict[int, tuple[_UnderWay, asyncio.TimerHandle]] = field(default_factory=dict, init=False)
-    """By ordinal: groups that have lost their replica, and when they are given up."""
+    """The log of what happens here, for the driver."""
+    clock_ahead_s: float = 0.0
+    """The seconds by which this machine's clock is ahead of the driver's."""
+
+    def __post_init__(self) -> None:
+        self._end_token_ids = end_token_ids(self.tokenizer, chat=self.config.data.chat_template)
 
     async def run_group(
-        self,
-        prompt: Prompt,
-        replica: str,
-        sampling: SamplingParams,
-        group_size: int,
-        attempt: Attempt,
-        *,
-        on_open: OnOpen,
-    ) -> TrajectoryGroup:
-        """Run and score all episodes of the prompt on one replica; with remax a greedy one besides.
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> AsyncGenerator[GroupMessage, Move | None]:
+        """Run and score all episodes of the prompt; with remax a greedy one besides. See `GroupRunner.run_group`.
 
-        Raises ReplicaLostError. The episodes wait then, for rollout.group_timeout_s at most, for the next attempt to
-        bring them another replica. Raises EpisodesLostError, and NoTokensError.
+        An attempt that begins here with partial completions runs the agent loop from its beginning, and its requests
+        are answered with what was sampled before: an environment gets back into its state by hearing the same turns.
+        The policy hears what the environment said before, and not what it says now. Where nothing of that was recorded,
+        and it answers otherwise, the trajectory is sampled anew from there.
 
-        A later attempt in another process, or in a run that is resumed, runs the agent loop from its beginning, and its
-        requests are answered with what was sampled before: an environment gets back into its state by hearing the same
-        turns. The policy hears what the environment said before, and not what it says now. Where nothing of that was
-        recorded, and it answers otherwise, the trajectory is sampled anew from there.
+        Raises NoTokensError.
         """
-        group = self._take_waiting(prompt.ordinal)
-        if group is None:
-            if attempt.partials and not is_replayable(self.config):
-                raise EpisodesLostError(f"the episodes of prompt {prompt.ordinal} that waited for {replica} are gone")
-            episodes = self._episodes(prompt, sampling, group_size, attempt)
-            relay = Relay(self.replicas[replica], attempt)
-            group = _UnderWay(relay, on_open, len(episodes))
-            scorer = self.scorer.of_group()
-            group.task = asyncio.create_task(self._run(episodes, relay, group.end, replica, scorer))
-        else:
-            group.on_open = on_open
-            group.relay.move(self.replicas[replica], attempt)
-        on_open(group.num_open)
-        scored = await self._until_lost(prompt.ordinal, group)
-        trajectories = tuple(self._trajectory(replica, some) for some in scored)
-        done = TrajectoryGroup(
+        news = asyncio.Event()
+        relay = Relay(self.replicas[replica], attempt, on_lost=news.set)
+        episodes = self._episodes(prompt, sampling, group_size, attempt)
+        num_open = num_reported = len(episodes)
+
+        def end(count: int) -> None:
+            nonlocal num_open
+            num_open -= count  # their rewards are still to come, which need no room on a replica
+            news.set()
+
+        running = asyncio.create_task(_all(self._calls(episodes, relay, end, replica, self.scorer.for_group())))
+        running.add_done_callback(lambda _: news.set())
+        try:
+            while not running.done():
+                await news.wait()
+                news.clear()
+                if relay.lost is not None and not running.done():
+                    move = yield ReplicaLost(relay.lost)
+                    assert move is not None
+                    replica, num_reported = move.replica, len(episodes)
+                    relay.move(self.replicas[replica], move.attempt)
+                if num_open < num_reported and not running.done():
+                    num_reported = num_open
+                    yield EpisodesOpen(num_open)
+            scored = list(chain.from_iterable(running.result()))
+        finally:
+            running.cancel()  # the consumer has closed the generator, or was cancelled
+        yield self._group(prompt, replica, scored, group_size)
+
+    def _group(self, prompt: Prompt, replica: str, scored: Sequence[_Scored], group_size: int) -> TrajectoryGroup:
+        trajectories = tuple(self._trajectory(replica, episode) for episode in scored)
+        group = TrajectoryGroup(
             prompt=prompt,
             trajectories=trajectories[:group_size],
             greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
-        if not done.is_aborted and not any(trajectory.versions for trajectory in done.trajectories):
-            raise NoTokensError(self._no_tokens(done))
-        return done
-
-    async def close(self) -> None:
-        """The run has ended."""
-        if isinstance(self.loop, Ends):
-            await self.loop.close()
-
-    def drop(self, ordinal: int) -> None:
-        """End the episodes of a group that wait for a replica: its next attempt runs elsewhere. Idempotent."""
-        if (waiting := self._take_waiting(ordinal)) is not None:
-            waiting.task.cancel()
-
-    def _take_waiting(self, ordinal: int) -> _UnderWay | None:
-        group, expires = self._waiting.pop(ordinal, (None, None))
-        if expires is not None:
-            expires.cancel()
+        if not group.is_aborted and not any(trajectory.versions for trajectory in group.trajectories):
+            raise NoTokensError(self._no_tokens(group))
         return group
 
-    def _expire(self, ordinal: int) -> None:
-        timeout_s = self.config.rollout.group_timeout_s
-        logger.warning(
-            "prompt %d: no replica came within rollout.group_timeout_s=%g; its episodes end", ordinal, timeout_s
-        )
-        self.drop(ordinal)
+    @cached_property
+    def _tool_processes(self) -> ToolProcesses | None:
+        return make_processes(self.config.rollout)
+
+    async def close(self) -> None:
+        """Let the agent loop end what it holds: the run has ended."""
+        try:
+            if (close := getattr(self.loop, "close", None)) is not None:
+                await close()
+        finally:
+            if self._tool_processes is not None:
+                self._tool_processes.close()
 
     def _no_tokens(self, group: TrajectoryGroup) -> str:
         rollout = self.config.rollout
@@ -164,32 +235,18 @@ class AgentWorker:
         why = "" if error is None else f"; the first failed with {error}"
         return f"prompt {group.prompt.ordinal}: none of its episodes has a token that the policy sampled in {loop}{why}"
 
-    async def _until_lost(self, ordinal: int, group: _UnderWay) -> list[_Scored]:
-        """What the group's task returns. When its replica is lost, the task is left waiting, and the error raised."""
-        lost = group.relay.lost
-        try:
-            await asyncio.wait({group.task, lost}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            group.task.cancel()
-            raise
-        if group.task.done():
-            return group.task.result()
-        expires = asyncio.get_running_loop().call_later(self.config.rollout.group_timeout_s, self._expire, ordinal)
-        self._waiting[ordinal] = group, expires
-        raise lost.result()
-
     def _episodes(
         self, prompt: Prompt, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> list[EpisodeTask]:
         sampling = self._with_stop(sampling)
         every = [sampling.reseeded(prompt.ordinal, index) for index in range(group_size)]
         if self.config.algorithm.advantage == "remax":
-            every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, seed=None))
+            every.append(replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=None))
         tasks = _tasks(prompt, RequestId(ordinal=prompt.ordinal, attempt=attempt.number), every)
-        return [replace(task, recorded=attempt.of_episode(task.index)) for task in tasks]
+        return [replace(task, recorded=attempt.episode_partials(task.index)) for task in tasks]
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
         """Run `num_samples` episodes per prompt, as many at a time as the router lets in for the training: trajectories
         that train on the replica wait for a seat, and not for the evaluation. `attempt`: differs in each call, since a
@@ -197,14 +254,18 @@ class AgentWorker:
         rollout = self.config.rollout
         seats = rollout.max_num_seqs * rollout.data_parallel_size
         room = ReplicaRouter([replica], max_inflight(seats, num_samples, rollout.episodes_per_seat))
-        sampling, scorer = self._with_stop(sampling), self.scorer.of_group()
+        sampling, scorer = self._with_stop(sampling), self.scorer.for_group()
 
         async def ask(prompt: Prompt) -> EvaluatedPrompt:
             first = RequestId(ordinal=prompt.ordinal, attempt=attempt, is_evaluation=True)
             every = [sampling.reseeded(prompt.ordinal, index) for index in range(num_samples)]
             await room.acquire(num_samples)
-            tasks, end = _tasks(prompt, first, every), partial(room.release, replica)
-            scored = await self._run(tasks, self.replicas[replica], end, replica, scorer)
+            tasks = _tasks(prompt, first, every)
+
+            def end(count: int) -> None:
+                room.release(replica, count)
+
+            scored = chain.from_iterable(await _all(self._calls(tasks, self.replicas[replica], end, replica, scorer)))
             return EvaluatedPrompt(
                 ordinal=prompt.ordinal,
                 data_source=prompt.data_source,
@@ -215,65 +276,76 @@ class AgentWorker:
 
         return await _all(map(ask, prompts))
 
-    async def _run(
+    def _calls(
         self,
         tasks: Sequence[EpisodeTask],
         generate: GenerateGroup,
         end: Callable[[int], None],
         replica: str,
         scorer: RewardScorer,
-    ) -> list[_Scored]:
-        """Run the episodes, and score each when it has ended. `end`: told of so many that have ended."""
+    ) -> Iterator[Coroutine[Any, Any, list[_Scored]]]:
+        """Begin the episodes, each of which is scored when it has ended. `end` is told of so many that have ended."""
         tasks = [replace(task, emit=self.events.emit) for task in tasks]
         for task in tasks:
-            self.events.emit(EpisodeStarted(**_of(task), replica=replica))
-        calls = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
-        ran = await _all(self._run_call(some, generate, end, scorer) for some in calls)
-        return [scored for one in ran for scored in one]
+            self.events.emit(EpisodeStarted(**_event_fields(task), replica=replica))
+        together = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
+        return (self._run_call(some, generate, end, scorer) for some in together)
 
     async def _run_call(
         self, tasks: Sequence[EpisodeTask], generate: GenerateGroup, end: Callable[[int], None], scorer: RewardScorer
     ) -> list[_Scored]:
-        began, started = time.time(), time.perf_counter()
-        if isinstance(self.loop, GroupLoop):
-            episodes = await self.loop.run(tasks, generate)
-        else:
-            episodes = [await self.loop.run_episode(task, generate) for task in tasks]
+        clock, policy = asyncio.get_running_loop().time, PolicyTime(generate)
+        began, started = time.time() - self.clock_ahead_s, clock()
+        with tools_in(self._tool_processes):
+            if isinstance(self.loop, GroupLoop):
+                episodes = await self.loop.run(tasks, policy)
+            else:
+                episodes = [await self.loop.run_episode(task, policy) for task in tasks]
         end(len(tasks))
         for task, episode in zip(tasks, episodes, strict=True):
-            ended = EpisodeEnded(**_of(task), finish_reason=episode.finish_reason, num_tokens=episode.num_tokens)
-            self.events.emit(ended)
-        generated = time.perf_counter()
-        texts = [self._text(episode) for episode in episodes]
-        ran = list(zip(tasks, episodes, texts, strict=True))
-        for task, episode, _ in ran:
-            if episode.result is None:
-                self.events.emit(RewardStarted(**_of(task)))
-        results = iter(
-            await scorer.score([(task.prompt, text) for task, episode, text in ran if episode.result is None])
-        )
-        reward_s = time.perf_counter() - generated
+            reason = episode.finish_reason
+            self.events.emit(EpisodeEnded(**_event_fields(task), finish_reason=reason, num_tokens=episode.num_tokens))
+        generated = clock()
+        unscored = [(task, episode) for task, episode in zip(tasks, episodes, strict=True) if episode.result is None]
+        for task, _ in unscored:
+            self.events.emit(RewardStarted(**_event_fields(task)))
+        said = {task.index: self._text(episode, sampled_only=True) for task, episode in unscored}
+        results = iter(await scorer.score([(task.prompt, said[task.index]) for task, _ in unscored]))
+        reward_s = clock() - generated
         scored = [
             _Scored(
                 episode=episode,
-                text=text,
-                result=next(results) if episode.result is None else _settled(task, episode.result),
+                text=self._text(episode),
+                result=_settled(task, episode.result)
+                if episode.result is not None
+                else _own_result(task, said[task.index], next(results)),
                 began=began,
                 generate_s=generated - started,
                 reward_s=reward_s,
+                tool_s=max(0.0, generated - started - policy.seconds),
             )
-            for task, episode, text in ran
+            for task, episode in zip(tasks, episodes, strict=True)
         ]
-        for task, one in zip(tasks, scored, strict=True):
-            self.events.emit(RewardEnded(**_of(task), reward=finite(one.result.reward), error=one.result.error))
+        for task, outcome in zip(tasks, scored, strict=True):
+            result = outcome.result
+            self.events.emit(RewardEnded(**_event_fields(task), reward=finite(result.reward), error=result.error))
         return scored
 
-    def _text(self, episode: Episode) -> str:
-        """The responses of all its sequences, decoded, and last that with the policy's last words."""
-        responses = [sequence.response_ids for sequence in episode.sequences]
-        if responses:
-            responses.append(responses.pop(episode.newest))
-        return "\n".join(self.tokenizer.decode(token_ids, skip_special_tokens=True) for token_ids in responses)
+    @cached_property
+    def _decode(self) -> Callable[[Iterable[int]], str]:
+        return text_decoder(self.tokenizer)
+
+    def _text(self, episode: Episode, *, sampled_only: bool = False) -> str:
+        """Decode the responses of all sequences, the one with the policy's last words last.
+
+        `sampled_only`: what a reward reads, which is all that the policy sampled, turn by turn, and nothing that a
+        tool, an environment or a harness said: the number that a tool returns is not the policy's answer.
+        """
+        sequences = list(episode.sequences)
+        if sequences:
+            sequences.append(sequences.pop(episode.newest))
+        parts = (_sampled_turns(sequence) if sampled_only else [sequence.response_ids] for sequence in sequences)
+        return "\n".join(self._decode(token_ids) for part in parts for token_ids in part)
 
     def _trajectory(self, replica: str, scored: _Scored) -> Trajectory:
         algorithm, episode, result = self.config.algorithm, scored.episode, scored.result
@@ -296,28 +368,38 @@ class AgentWorker:
             began=scored.began,
             generate_s=scored.generate_s,
             reward_s=scored.reward_s,
+            tool_s=scored.tool_s,
         )
 
     def _with_stop(self, sampling: SamplingParams) -> SamplingParams:
-        """The engine returns no text, so the end-of-sequence token is a stop token like any other."""
+        """Make the tokens that end a turn stop tokens like any other: the engine returns no text."""
         if sampling.ignore_eos:
             return sampling
-        return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, self.tokenizer.eos_token_id))
+        every = dict.fromkeys((*sampling.stop_token_ids, *self._end_token_ids))
+        return replace(sampling, stop_token_ids=tuple(every))
+
+
+def _sampled_turns(sequence: TokenSequence) -> list[IntArray]:
+    """Return the runs of sampled tokens in a response."""
+    is_sampled = sequence.loss_mask | (sequence.token_versions() >= 0)  # a loop may leave some of them out of the loss
+    borders = np.flatnonzero(np.diff(is_sampled)) + 1
+    runs = np.split(sequence.response_ids, borders)
+    return runs[0 if len(is_sampled) and is_sampled[0] else 1 :: 2]
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What the calls return. One that raises ends them all."""
+    """Wait for all calls and return their results. If one raises, end the others."""
     try:
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(call) for call in calls]
     except ExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
-    return [one.result() for one in running]
+    return [future.result() for future in running]
 
 
-def _of(task: EpisodeTask) -> dict[str, Any]:
-    """What names an episode in its events."""
+def _event_fields(task: EpisodeTask) -> dict[str, Any]:
+    """Return the fields that identify an episode in its events."""
     which = task.request_id
     return {
         "ordinal": which.ordinal,
@@ -331,8 +413,16 @@ def _settled(task: EpisodeTask, result: RewardResult) -> RewardResult:
     return settled(f"the reward of the agent loop for prompt {task.prompt.ordinal}", result)
 
 
+def _own_result(task: EpisodeTask, said: str, result: RewardResult) -> RewardResult:
+    """Return the result of a reward. Raises OtherRewardError where it is that of another text."""
+    if result.read is not None and result.read != read_checksum(task.prompt, said):
+        which = f"prompt {task.prompt.ordinal}, trajectory {task.index}"
+        raise OtherRewardError(f"{which}: its reward was computed for the response of another episode")
+    return result
+
+
 def _tasks(prompt: Prompt, first: RequestId, every: Sequence[SamplingParams]) -> list[EpisodeTask]:
-    """One episode per sampling, numbered from 0."""
+    """Make one episode per sampling, numbered from 0."""
     return [
         EpisodeTask(request_id=replace(first, episode=index), prompt=prompt, index=index, sampling=sampling)
         for index, sampling in enumerate(every)

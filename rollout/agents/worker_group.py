@@ -1,130 +1,150 @@
 """Agent workers in Ray actors, which take turns."""
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
 
-from configs.runtime.carried import as_raised, carries_errors
-from configs.runtime.collector import collect_rarely
 from configs.runtime.deadline import within
 from configs.schema import Config
-from rollout.actor_group import ENV, ReplicaClient, cancelled_with_us, placed
+from rollout.actors.carried import as_raised, carried_errors, carries_errors
+from rollout.actors.collector import collect_rarely
+from rollout.actors.place import Place, own_place
+from rollout.actors.supervisor import ENV, Rotation, Silence, Supervisor, UnwellError, placed
 from rollout.agents.encoding import encode
-from rollout.agents.heartbeat import PARTS, Heartbeat
-from rollout.agents.loop import AgentLoop, ShowsTools, is_harness, load_agent_loop
-from rollout.agents.open_episodes import OpenByAttempt
-from rollout.agents.worker import AgentWorker, OnOpen
-from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.agents.loop import AgentLoop
+from rollout.agents.worker import AgentWorker
+from rollout.chat.generation_config import GENERATION_CONFIG
+from rollout.errors import AgentWorkerLostError
 from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.event import Emit
 from rollout.events.log import EventBatch, EventLog, Notices
-from rollout.progress import Attempt
+from rollout.progress import Attempt, GroupMessage, Move, ReplicaLost
 from rollout.prompts import Row
-from rollout.replica.processes import end_descendants_with_this
+from rollout.replica.client import ReplicaClient
 from rollout.rewards.scoring import load_scorer
 from rollout.types import EvaluatedPrompt, Prompt, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
-W = TypeVar("W")
+T = TypeVar("T")
+LoadLoop = Callable[[Config, Any], AgentLoop]
+"""Makes the agent loop of a config, with a tokenizer of transformers, in the worker's process."""
+CPUS_PER_WORKER = 0.1
 STDERR = 2
 CLOSE_S = 10.0
-"""At the end of a run: what an agent loop needs longer for is left behind."""
+"""The time that an agent loop has to close at the end of a run. One that takes longer is left behind."""
 EVENTS_EVERY_S = 1.0
-NOTICED = ("rollout.search", "rollout.environments")
-"""Loggers whose warnings are for the person who watches the run, too."""
 LOGGED_AFTER = 0.8
 """Part of rollout.agent_worker_timeout_s after which a worker that hangs writes into its log: before it is killed."""
+MOST_NAMED = 8
 
 
 def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
-    """`local_only`: downloads nothing, and raises OSError where the tokenizer is not on this machine."""
+    """Load a tokenizer, and see to it that the generation config, which names end tokens, is on this machine too.
+
+    With `local_only` nothing is downloaded, and OSError is raised where the tokenizer is not on this machine.
+    """
     from transformers import AutoTokenizer  # imports torch, which the driver does without
+    from transformers.utils.hub import cached_file
 
+    with contextlib.suppress(OSError):  # not every model has one
+        cached_file(path, GENERATION_CONFIG, local_files_only=local_only)
     return AutoTokenizer.from_pretrained(path, local_files_only=local_only)
-
-
-def _load_loop(config: Config, tokenizer: Any) -> AgentLoop:
-    if not is_harness(config):
-        return load_agent_loop(config.rollout.agent_loop, tokenizer, config.rollout.agent_args)
-    from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
-
-    if config.rollout.agent_command is not None:
-        end_descendants_with_this()  # commands do not outlive a worker that is killed
-    return load_harness_loop(config, tokenizer)
 
 
 class AgentWorkerActor:
     """An agent worker in a process of its own. Each call brings the replica that it generates on."""
 
+    _clock_ahead_s = math.inf
+    """The time of this machine's clock after the driver's, at most."""
+
     def __init__(
-        self, *, config: Config, tokenizer_path: str, agent_loop: AgentLoop | None, on_start: Callable[[], None]
+        self,
+        *,
+        config: Config,
+        tokenizer_path: str,
+        load_loop: LoadLoop,
+        noticed: Sequence[str],
+        on_start: Callable[[], None],
     ):
         on_start()
-        self._config = config
         self._log_when_silent_s = config.rollout.agent_worker_timeout_s * LOGGED_AFTER
         self._watchdog: asyncio.Task[None] | None = None
+        self._events = EventLog(is_on=config.trainer.events)
         tokenizer = load_tokenizer(tokenizer_path)
         self._worker = AgentWorker(
             config=config,
             tokenizer=tokenizer,
-            loop=agent_loop or _load_loop(config, tokenizer),
+            loop=load_loop(config, tokenizer),
             scorer=load_scorer(config.rollout),
             replicas={},
-            events=(events := EventLog(is_on=config.trainer.events)),
+            events=self._events,
         )
-        self._events = events
-        for name in NOTICED:
-            logging.getLogger(name).addHandler(Notices(events))
-        self._open = OpenByAttempt()
+        for name in noticed:
+            logging.getLogger(name).addHandler(Notices(self._events))
+        self._moves: dict[int, asyncio.Queue[Move]] = {}
         collect_rarely()
 
-    async def heartbeat(self) -> None:
+    async def place(self) -> Place:
+        return own_place()
+
+    async def heartbeat(self) -> bool:
         """Answer, as long as the event loop runs. If that stops, the process writes its stacks into its log."""
         self._watchdog = self._watchdog or asyncio.create_task(self._put_off_the_log())
+        return True
 
     async def _put_off_the_log(self) -> None:
         while True:  # faulthandler writes without the GIL, which a hanging reward may hold
             faulthandler.dump_traceback_later(self._log_when_silent_s, file=STDERR)
-            await asyncio.sleep(self._log_when_silent_s / PARTS)
+            await asyncio.sleep(self._log_when_silent_s / Silence.PARTS)
 
     @carries_errors
-    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
-        loop = self._worker.loop
-        tools = loop.prompt_tools if isinstance(loop, ShowsTools) else ()
-        return encode(self._worker.tokenizer, rows, template, chat_template, max_tokens, tools)
+    async def call(self, function: Callable[[AgentWorker], T]) -> T:
+        return function(self._worker)
 
-    @carries_errors
-    async def check_chat_template(self) -> str | None:
-        if is_harness(self._config):
-            from rollout.sessions.append_only import append_only
-
-            report = append_only(self._worker.tokenizer)
-            return None if report.is_append_only else str(report)
-        return None
-
-    @carries_errors
     async def run_group(
-        self, prompt: Prompt, replica: ReplicaClient, sampling: SamplingParams, group_size: int, attempt: Attempt
-    ) -> TrajectoryGroup:
+        self,
+        prompt: Prompt,
+        replica: ReplicaClient,
+        sampling: SamplingParams,
+        group_size: int,
+        attempt: Attempt,
+        sent_at: float,
+    ) -> AsyncGenerator[GroupMessage, None]:
+        """Run a group as `AgentWorker.run_group` does. Ray cannot send values into its generators, so the answer to
+        ReplicaLost arrives by `move`. `sent_at`: the driver's time."""
+        # The way of the call is in it, too: the shortest one says most.
+        self._clock_ahead_s = min(self._clock_ahead_s, time.time() - sent_at)
+        self._worker.clock_ahead_s = self._clock_ahead_s
+        moves: asyncio.Queue[Move] = asyncio.Queue()
+        self._moves[prompt.ordinal] = moves
         self._worker.replicas[replica.name] = replica
-        opened = self._open.of(prompt.ordinal, attempt.number)
-        return await self._worker.run_group(prompt, replica.name, sampling, group_size, attempt, on_open=opened.tell)
+        messages = self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
+        try:
+            with carried_errors():
+                async with aclosing(messages):
+                    move = None
+                    while True:
+                        yield (message := await messages.asend(move))
+                        if isinstance(message, TrajectoryGroup):
+                            return
+                        move = await moves.get() if isinstance(message, ReplicaLost) else None
+        finally:
+            if self._moves[prompt.ordinal] is moves:  # otherwise another call has begun while this one was cancelled
+                del self._moves[prompt.ordinal]
 
-    async def open_episodes(self, ordinal: int, attempt: int, known: int) -> int:
-        """Wait until fewer than `known` episodes of the attempt are open, or a while. Returns how many are."""
-        return await self._open.of(ordinal, attempt).below(known)
-
-    async def drop(self, ordinal: int) -> None:
-        self._worker.drop(ordinal)
-
-    async def events(self) -> EventBatch:
-        return self._events.take()
+    async def move(self, ordinal: int, replica: ReplicaClient, attempt: Attempt) -> None:
+        self._worker.replicas[replica.name] = replica
+        if ordinal in self._moves:  # otherwise its call has ended meanwhile, of which it tells itself
+            self._moves[ordinal].put_nowait(Move(replica.name, attempt))
 
     @carries_errors
     async def evaluate(
@@ -136,7 +156,10 @@ class AgentWorkerActor:
         attempt: int,
     ) -> list[EvaluatedPrompt]:
         self._worker.replicas[replica.name] = replica
-        return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt=attempt)
+        return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt)
+
+    async def events(self) -> EventBatch:
+        return self._events.take()
 
     @carries_errors
     async def close(self) -> None:
@@ -144,63 +167,76 @@ class AgentWorkerActor:
 
 
 class _Worker:
-    """The driver's handle of an agent worker."""
+    """The driver's handle of an agent worker. It is watched while it has calls under way that must not block it."""
 
-    def __init__(self, name: str, actor: Any, timeout_s: float):
-        """`actor`: Ray's handle of an `AgentWorkerActor`. `timeout_s`: rollout.agent_worker_timeout_s."""
-        self.name, self.actor = name, actor
-        self._heartbeat = Heartbeat(name, self.started, lambda: actor.heartbeat.remote(), timeout_s)
+    def __init__(self, name: str, actor: Any, timeout_s: float, emit: Emit):
+        """Make the handle of an `AgentWorkerActor`. `timeout_s` is rollout.agent_worker_timeout_s."""
+        self.name, self.actor, self._emit = name, actor, emit
+        self._place: Place | None = None
+        silence = Silence(timeout_s, "rollout.agent_worker_timeout_s")
+        self._supervisor = Supervisor[bool](
+            ask=lambda: actor.heartbeat.remote(),
+            judge=silence.observe,
+            interval_s=silence.interval_s,
+            on_lost=self._end,
+            started=self.started,
+        )
+        self._calls: list[Sequence[int]] = []
+        self._watch: asyncio.Task[None] | None = None
+        self._why_lost: str | None = None
 
     async def started(self) -> None:
-        await self.actor.__ray_ready__.remote()
+        """Return when it has loaded everything, and tell once where it runs."""
+        place = await self.actor.place.remote()
+        if self._place is None:
+            self._place = place
+            self._emit(place.started(self.name))
 
-    async def run(self, call: Any, prompts: Sequence[Prompt]) -> Any:
-        """Return what the call, which runs the prompts, returns. Raises as `result` does, and AgentWorkerLostError when
-        the process hangs."""
-        return await self._heartbeat.guard(self.result(call), [prompt.ordinal for prompt in prompts])
-
-    async def result(self, call: Any) -> Any:
-        """Return what the call to the actor returns, which may block the actor. Raises what was raised there, and
-        AgentWorkerLostError when the process died."""
-        return await as_raised(self._answer(call), self.name)
-
-    async def _answer(self, call: Any) -> Any:
-        """An actor of the agent loop's own that dies makes the call raise a CarriedError."""
+    @contextmanager
+    def running(self, ordinals: Sequence[int]) -> Iterator[None]:
+        """Watch the worker while the block runs these prompts on it. A loop or a reward that blocks its event loop
+        stops everything there, so it is killed, and every answer raises AgentWorkerLostError."""
+        self._calls.append(ordinals)
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._supervisor.run())
         try:
-            return await cancelled_with_us(call)
-        except RayActorError as error:
-            raise AgentWorkerLostError(f"{self.name} died: {error}") from error
+            yield
+        finally:
+            self._calls.remove(ordinals)
+            if not self._calls and self._watch is not None:  # nobody asks a worker that has nothing to do
+                self._watch.cancel()
+                self._watch = None  # it is done only later, and the next call must not take it for its own
 
+    async def answer(self, call: Any) -> Any:
+        """Return the result of a call to the actor. Raise its exception, or AgentWorkerLostError."""
+        return await as_raised(call, self.name, ends_with_us=True, died=self.lost)
 
-@asynccontextmanager
-async def _followed(
-    worker: _Worker, ordinal: int, attempt: Attempt, num_open: int, on_open: OnOpen
-) -> AsyncIterator[None]:
-    """Tells `on_open` of the episodes that end, while the block runs the attempt. `num_open`: as many as are known."""
+    def lost(self, error: RayActorError) -> AgentWorkerLostError:
+        return AgentWorkerLostError(self._why_lost or f"{self.name} died: {error}")
 
-    async def follow(known: int) -> None:
-        while known > 0:
-            known = await worker.result(worker.actor.open_episodes.remote(ordinal, attempt.number, known))
-            on_open(known)
-
-    following = asyncio.create_task(follow(num_open))
-    try:
-        yield
-    finally:
-        following.cancel()
-        [outcome] = await asyncio.gather(following, return_exceptions=True)
-        # Its room is given back when the attempt is over. Of a lost worker the attempt tells.
-        if isinstance(outcome, Exception) and not isinstance(outcome, AgentWorkerLostError):
-            logger.warning("nothing was heard of the episodes of prompt %d: %r", ordinal, outcome)
+    async def _end(self, error: Exception) -> None:
+        """Kill a worker that hangs. Of one that died every call tells."""
+        if not isinstance(error, UnwellError):
+            return logger.warning("%s cannot be asked whether it hangs: %r", self.name, error)
+        ordinals = sorted({ordinal for ordinals in self._calls for ordinal in ordinals})
+        named = ", ".join(map(str, ordinals[:MOST_NAMED])) + (", ..." if len(ordinals) > MOST_NAMED else "")
+        self._why_lost = (
+            f"{self.name} {error}: an agent loop or a reward of prompt {named} blocks it, and its log ends with the "
+            "place in the code"
+        )
+        ray.kill(self.actor)  # its calls fail at once, even where its process is stopped or out of reach
 
 
 class AgentWorkerGroup:
-    """The driver's side of all agent workers: a `GroupRunner` and an `EvaluationRunner`.
+    """The driver's side of all agent workers: a `GroupRunner`, whose `evaluate` is an `Ask`.
 
     Example:
-        group = AgentWorkerGroup(config=config, tokenizer_path=path, replicas=clients, on_start=on_start)
-        rows = await group.encode(rows, template, chat_template, max_tokens)
-        trajectories = await group.run_group(prompt, "replica-3", sampling, 8, Attempt(), on_open=room.keep)
+        group = AgentWorkerGroup(
+            config=config, tokenizer_path=path, replicas=clients, on_start=on_start, load_loop=load_loop
+        )
+        prompts = await group.encode(rows, template, chat_template, max_tokens)
+        async for message in group.run_group(prompts[0], "replica-3", sampling, 8, Attempt()):
+            print(message)
     """
 
     def __init__(
@@ -210,16 +246,36 @@ class AgentWorkerGroup:
         tokenizer_path: str,
         replicas: Iterable[ReplicaClient],
         on_start: Callable[[str], Callable[[], None]],
-        agent_loop: AgentLoop | None = None,
+        load_loop: LoadLoop,
+        noticed: Sequence[str] = (),
         events: DriverEvents = NO_EVENTS,
     ):
-        """`on_start(name)`: what a worker's process runs first. `agent_loop`: in place of rollout.agent_loop's.
-        `events`: takes those of the workers."""
+        """Start rollout.num_agent_workers workers.
+
+        Args:
+            on_start: returns what the process of the worker with that name runs first.
+            noticed: loggers whose warnings are for the person who watches the run, too.
+            events: takes the events of the workers.
+        """
         self._events = events
         self._telling: dict[_Worker, asyncio.Task[None]] = {}
-        options: dict[str, Any] = {"num_cpus": 0.1, "max_concurrency": 8192, "runtime_env": {"env_vars": ENV}}
-        self._class = ray.remote(**options)(AgentWorkerActor)
-        self._arguments = {"config": config, "tokenizer_path": tokenizer_path, "agent_loop": agent_loop}
+        options: dict[str, Any] = {
+            "num_cpus": CPUS_PER_WORKER,
+            "max_concurrency": 8192,
+            "runtime_env": {"env_vars": ENV},
+        }
+        actor_class = ray.remote(**options)(AgentWorkerActor)
+
+        def create(on_start: Callable[[], None]) -> Any:
+            return actor_class.remote(
+                config=config,
+                tokenizer_path=tokenizer_path,
+                load_loop=load_loop,
+                noticed=tuple(noticed),
+                on_start=on_start,
+            )
+
+        self._create = create
         self._on_start = on_start
         self._start_timeout_s = config.rollout.start_timeout_s
         self._worker_timeout_s = config.rollout.agent_worker_timeout_s
@@ -227,69 +283,88 @@ class AgentWorkerGroup:
         workers = [self._start(f"agent-worker-{index}") for index in range(config.rollout.num_agent_workers)]
         self._rotation = Rotation(workers, self._replace)
         self._alone: set[_Worker] = set()
-        """Those of one prompt."""
-        self._waiting: dict[int, _Worker] = {}
-        """By ordinal: where the episodes of a group wait that has lost its replica."""
+        """The workers of one prompt."""
 
     def connect(self, replica: ReplicaClient) -> None:
         self._replicas[replica.name] = replica
 
     async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
-        worker = await self._rotation.next()
-        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"encoding prompts in {worker.name}"):
-            return await worker.result(worker.actor.encode.remote(rows, template, chat_template, max_tokens))
+        def encode_there(worker: AgentWorker) -> list[Prompt]:
+            tools = getattr(worker.loop, "prompt_tools", None) or ()
+            return encode(worker.tokenizer, rows, template, chat_template, max_tokens, tools)
 
-    async def check_chat_template(self) -> str | None:
-        """What is wrong with the model's chat template for the sessions of a harness."""
+        return await self.call(encode_there, "encoding prompts")
+
+    async def call(self, function: Callable[[AgentWorker], T], what: str) -> T:
+        """Call the function in the process of a worker. It may block, because nothing else runs there yet."""
         worker = await self._rotation.next()
-        async with within(
-            self._start_timeout_s, "rollout.start_timeout_s", f"looking at the template in {worker.name}"
-        ):
-            return await worker.result(worker.actor.check_chat_template.remote())
+        async with within(self._start_timeout_s, "rollout.start_timeout_s", f"{what} in {worker.name}"):
+            return await worker.answer(worker.actor.call.remote(function))
 
     async def close(self) -> None:
-        """Let the agent loops end what they hold. The run has ended, so that what goes wrong is logged only."""
+        """Close the agent loops. The run has ended, so errors are only logged."""
 
         async def close(worker: _Worker) -> None:
             async with within(CLOSE_S, "CLOSE_S", f"closing the agent loop in {worker.name}"):
-                await worker.result(worker.actor.close.remote())
+                await worker.answer(worker.actor.close.remote())
 
         for outcome in await asyncio.gather(*map(close, self._rotation.serving), return_exceptions=True):
             if isinstance(outcome, Exception):
                 logger.warning("an agent loop was not closed: %s", outcome)
 
     async def run_group(
-        self,
-        prompt: Prompt,
-        replica: str,
-        sampling: SamplingParams,
-        group_size: int,
-        attempt: Attempt,
-        *,
-        on_open: OnOpen,
-    ) -> TrajectoryGroup:
-        def call(actor: Any) -> Any:
-            return actor.run_group.remote(prompt, self._replicas[replica], sampling, group_size, attempt)
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> AsyncGenerator[GroupMessage, Move | None]:
+        """Run the group in the next worker, or in one of its own, as `GroupRunner.run_group` says.
 
-        waits_in = self._waiting.pop(prompt.ordinal, None)
-        if not attempt.alone:
-            worker = waits_in if waits_in is not None and self._rotation.has(waits_in) else await self._rotation.next()
+        One generator of Ray's carries all messages. It keeps their order, and its errors come as any call's do.
+        """
+        async with self._borrowed(prompt.ordinal, attempt.alone) as worker:
+            remote = worker.actor.run_group.options(num_returns="streaming")
+            stream = remote.remote(prompt, self._replicas[replica], sampling, group_size, attempt, time.time())
+            message = None
             try:
-                async with _followed(worker, prompt.ordinal, attempt, group_size, on_open):
-                    return await self._run_on(worker, call, [prompt])
-            except ReplicaLostError:
-                self._waiting[prompt.ordinal] = worker
+                with worker.running([prompt.ordinal]):
+                    async for answer in stream:
+                        message = await as_raised(answer, worker.name, died=worker.lost)
+                        if isinstance(message, TrajectoryGroup):
+                            break
+                        if (move := (yield message)) is not None:
+                            client = self._replicas[move.replica]
+                            await worker.answer(worker.actor.move.remote(prompt.ordinal, client, move.attempt))
+            finally:
+                if not isinstance(message, TrajectoryGroup):
+                    ray.cancel(stream)  # to drop it does not end what it runs
+        assert isinstance(message, TrajectoryGroup)
+        yield message  # after the worker was given back: a teacher may score the group for long
+
+    @asynccontextmanager
+    async def _borrowed(self, ordinal: int, alone: bool) -> AsyncIterator[_Worker]:
+        """Lend a worker. One that is lost meanwhile is replaced; one of a single prompt ends with it."""
+        if not alone:
+            worker = await self._rotation.next()
+            try:
+                yield worker
+            except AgentWorkerLostError:
+                self._rotation.lose(worker)
                 raise
-        if waits_in is not None:
-            waits_in.actor.drop.remote(prompt.ordinal)
-        worker = self._start(f"agent-worker-of-prompt-{prompt.ordinal}")
+            return
+        worker = self._start(f"agent-worker-of-prompt-{ordinal}")
         self._alone.add(worker)
         try:
-            async with _followed(worker, prompt.ordinal, attempt, group_size, on_open):
-                return await worker.run(call(worker.actor), [prompt])
+            yield worker
         finally:
             self._alone.discard(worker)
             ray.kill(worker.actor)
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int = 0
+    ) -> list[EvaluatedPrompt]:
+        """Run an evaluation. Raises AgentWorkerLostError. The next call must have another `attempt`."""
+        async with self._borrowed(prompts[0].ordinal, alone=False) as worker:
+            with worker.running([prompt.ordinal for prompt in prompts]):
+                call = worker.actor.evaluate.remote(prompts, self._replicas[replica], sampling, num_samples, attempt)
+                return await worker.answer(call)
 
     async def tell_events(self) -> None:
         """Ask the workers for their events, until cancelled. One that is slow to answer holds up no other."""
@@ -298,7 +373,7 @@ class AgentWorkerGroup:
             await self.collect_events()
 
     async def collect_events(self) -> None:
-        """What the workers have, as far as it comes within EVENTS_EVERY_S."""
+        """Take the events of the workers that answer within EVENTS_EVERY_S."""
         for worker in {*self._rotation.serving, *self._alone}:
             if worker not in self._telling and self._events.is_on:
                 task = self._telling[worker] = asyncio.create_task(self._take_events(worker))
@@ -309,30 +384,14 @@ class AgentWorkerGroup:
     async def _take_events(self, worker: _Worker) -> None:
         try:
             await worker.started()  # the first question shall measure its clock, and not how long it loads
-            asked = self._events.clock()
-            self._events.take(worker.name, await worker.result(worker.actor.events.remote()), asked)
+            sent_at = self._events.clock()
+            self._events.take(worker.name, await worker.answer(worker.actor.events.remote()), sent_at)
         except (AgentWorkerLostError, RayActorError) as error:  # its calls tell of that
             logger.info("%s tells no events: %s", worker.name, error)
 
-    async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int = 0
-    ) -> list[EvaluatedPrompt]:
-        """Raises AgentWorkerLostError. The next call must have another `attempt`."""
-        arguments = (prompts, self._replicas[replica], sampling, num_samples, attempt)
-        worker = await self._rotation.next()
-        return await self._run_on(worker, lambda actor: actor.evaluate.remote(*arguments), prompts)
-
-    async def _run_on(self, worker: _Worker, call: Callable[[Any], Any], prompts: Sequence[Prompt]) -> Any:
-        try:
-            return await worker.run(call(worker.actor), prompts)
-        except AgentWorkerLostError:
-            self._rotation.lose(worker)
-            raise
-
     def _start(self, name: str) -> _Worker:
         self._events.begins_anew(name)
-        actor = self._class.remote(**self._arguments, on_start=self._on_start(name))
-        return _Worker(name, actor, self._worker_timeout_s)
+        return _Worker(name, self._create(on_start=self._on_start(name)), self._worker_timeout_s, self._events.emit)
 
     async def _replace(self, lost: _Worker) -> _Worker:
         """Start another in place of a lost one. Ray's own restart would send it calls before it has started."""
@@ -348,48 +407,3 @@ class AgentWorkerGroup:
                 lambda worker: ray.kill(worker.actor),
                 lambda text: logger.info("%s %s", lost.name, text),
             )
-
-
-class NoWorkerLeftError(RuntimeError):
-    """The last worker was lost, and none could be started in its place. The cause says why."""
-
-
-class Rotation(Generic[W]):
-    """Workers that take turns. A lost one is replaced, by `replace(lost)`, while the others continue."""
-
-    def __init__(self, workers: Iterable[W], replace: Callable[[W], Awaitable[W]]):
-        self._serving = deque(workers)
-        self._replace = replace
-        self._replacing: set[asyncio.Task[None]] = set()
-        self._error: Exception | None = None
-
-    async def next(self) -> W:
-        """Waits until a worker serves. Raises NoWorkerLeftError."""
-        while not self._serving:
-            if not self._replacing:
-                raise NoWorkerLeftError(f"no agent worker is left: {self._error}") from self._error
-            await asyncio.wait(self._replacing, return_when=asyncio.FIRST_COMPLETED)
-        self._serving.rotate(-1)
-        return self._serving[-1]
-
-    @property
-    def serving(self) -> list[W]:
-        return list(self._serving)
-
-    def has(self, worker: W) -> bool:
-        return worker in self._serving
-
-    def lose(self, worker: W) -> None:
-        """Replace the worker. Idempotent, since every call that it had in flight reports its loss."""
-        if worker in self._serving:
-            self._serving.remove(worker)
-            task = asyncio.create_task(self._bring_another(worker))
-            self._replacing.add(task)
-            task.add_done_callback(self._replacing.discard)
-
-    async def _bring_another(self, lost: W) -> None:
-        try:
-            self._serving.append(await self._replace(lost))
-        except Exception as error:
-            logger.warning("an agent worker is not replaced", exc_info=error)
-            self._error = error

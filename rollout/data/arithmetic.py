@@ -21,8 +21,10 @@ OPENINGS = ("{name} has {number} {item}.", "{name} starts with {number} {item}."
 QUESTIONS = ("How many {item} does {name} have now?", "How many {item} are left with {name}?")
 EVENTS = {
     "+": (
-        *("{name} buys {number} more.", "{name} finds {number} more."),
-        *("A friend gives {name} {number} more.", "{name} wins {number} more."),
+        "{name} buys {number} more.",
+        "{name} finds {number} more.",
+        "A friend gives {name} {number} more.",
+        "{name} wins {number} more.",
     ),
     "-": ("{name} loses {number}.", "{name} gives away {number}.", "{name} sells {number}.", "{name} breaks {number}."),
 }
@@ -41,7 +43,7 @@ class Problem:
 
 @cache
 def _stories() -> list[tuple[int, ...]]:
-    """The first number, and the signed number of each step. No total is ever below zero."""
+    """Return all stories: the first number, and the signed number of each step. No total is ever below zero."""
     numbers = range(1, MAX_NUMBER + 1)
     stories: list[tuple[int, ...]] = [(number,) for number in numbers]
     for _ in range(NUM_STEPS):

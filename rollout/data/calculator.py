@@ -59,8 +59,8 @@ def _problem(rng: random.Random) -> Problem:
 
 
 def conversation(question: str, answer: str) -> list[dict[str, Any]]:
-    """The messages in which the assistant computes each step of a worked answer with the calculator, then says what is
-    left: the last line."""
+    """Return the messages in which the assistant computes each step of a worked answer with the calculator, then says
+    what is left: the last line."""
     *steps, last = answer.split("\n")
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for step in steps:
@@ -90,8 +90,8 @@ def sloppy_answer(
     """
     marker = "" if rng.random() < forget_marker else "#### "
     if rng.random() < by_head:
-        right_one = int(problem.answer.rpartition(" ")[2])
-        return f"{marker}{max(right_one + rng.randint(-300, 300), 0)}"
+        truth = int(problem.answer.rpartition(" ")[2])
+        return f"{marker}{max(truth + rng.randint(-300, 300), 0)}"
     lines: list[str] = []
     total: int | None = None
     for first, sign, number, _ in _STEP.findall(problem.answer):

@@ -1,16 +1,18 @@
 """Rows of Search-R1's data set, NQ and HotpotQA: the questions within its instruction, with every right answer."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from rollout.data.sources import DataError, Record
+from rollout.rewards.base import number_text
 
 REPOSITORY = "PeterJinGo/nq_hotpotqa_train"
-"""On the hub."""
+"""The repository of the data set on the hub."""
 FILES = {"train": "train.parquet", "test": "test.parquet"}
-"""Of the repository. Their columns differ: no single data set of two splits can be made of them."""
+"""The files of the repository by split. Their columns differ, so that no data set of two splits can be made of them."""
 COLUMNS = ("question", "golden_answers", "data_source", "reward_model", "reward_spec", "extra_info")
-"""Those that are read. Another one holds whole paragraphs."""
+"""The columns that are read. Another one holds whole paragraphs."""
 SYSTEM = "You are a helpful and harmless assistant."
 INSTRUCTION = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
@@ -22,18 +24,18 @@ INSTRUCTION = (
 )
 """Search-R1's (arXiv 2503.09516, table 1), with the system message that verl and SkyRL put before it."""
 _TAG = "searchR1_"
-"""What verl and SkyRL put before the source of a row."""
+"""The prefix that verl and SkyRL give to the source of a row."""
 
 
 def converted(record: Record, place: str) -> Record:
-    """A row in verl's schema, with its bare question and right answers besides. `record`: as published, or as verl's
-    and SkyRL's scripts write it. Raises DataError, which names `place` and what the row lacks."""
+    """Return a row in verl's schema, with its bare question and right answers besides. `record`: as published, or as
+    verl's and SkyRL's scripts write it. Raises DataError, which names `place` and what the row lacks."""
     question, answers = _question(record), _answers(record)
     if question is None or not answers:
         lacks = "a question" if question is None else "golden_answers, or reward_model.ground_truth.target"
         raise DataError(f"{place}: needs {lacks}; the row has {', '.join(sorted(record))}")
     return {
-        "data_source": str(record.get("data_source", "")).removeprefix(_TAG),
+        "data_source": str(record.get("data_source") or "").removeprefix(_TAG),
         "question": question,
         "golden_answers": answers,
         "prompt": [
@@ -46,10 +48,10 @@ def converted(record: Record, place: str) -> Record:
 
 
 def _question(record: Record) -> str | None:
-    """As Search-R1 asks it: with a question mark."""
-    for found in (record.get("question"), _reached(record, "extra_info", "question")):
-        if isinstance(found, str) and found.strip():
-            text = found.strip()
+    """Return the question as Search-R1 asks it, with a question mark."""
+    for value in (record.get("question"), _reached(record, "extra_info", "question")):
+        if isinstance(value, str) and value.strip():
+            text = value.strip()
             return text if text.endswith("?") else f"{text}?"
     return None
 
@@ -59,7 +61,7 @@ def _answers(record: Record) -> list[str]:
 
 
 def _places(record: Record) -> Iterator[Any]:
-    """Where answers may be."""
+    """Yield the values of a row that may hold its answers."""
     yield record.get("golden_answers")
     for column in ("reward_model", "reward_spec"):
         yield _reached(record, column, "ground_truth", "target")
@@ -71,7 +73,13 @@ def _reached(value: Any, *keys: str) -> Any:
     return value
 
 
-def _texts(found: Any) -> list[str]:
-    """The texts in it that say something."""
-    several = [found] if isinstance(found, str) else found if isinstance(found, list) else []
-    return [text for text in several if isinstance(text, str) and text.strip()]
+def _texts(value: Any) -> list[str]:
+    """Return the texts in a value that say something, and its numbers as texts."""
+    texts: list[str] = []
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int | float) and not isinstance(item, bool):
+            with contextlib.suppress(ValueError):  # NaN
+                texts.append(number_text(item))
+        elif isinstance(item, str) and item.strip():
+            texts.append(item)
+    return texts

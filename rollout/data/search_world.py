@@ -1,17 +1,17 @@
-"""Questions about a generated world, and episodes of a searcher who answers them by tags (rollout/search/tags.py)."""
+"""Questions about a generated world, and episodes of a searcher who answers them by tags."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.search.lookup import listed
-from rollout.search.tags import information
-from rollout.search.world import Question, Thing, World
+from rollout.environments.search.lookup import listed
+from rollout.environments.search.tags import information
+from rollout.environments.search.world import Question, Thing, World
 
 HOPS = (1, 2, 2)
-"""Of the questions, by turns."""
+"""The hops of the questions, which take turns."""
 MAX_DRAWS = 50
-"""Per question that is wanted: a world has only so many questions."""
+"""The draws per question that is wanted: a world has only so many questions."""
 
 
 def split_questions(world: World, num_train: int, num_val: int, seed: int) -> tuple[list[Question], list[Question]]:
@@ -23,7 +23,7 @@ def split_questions(world: World, num_train: int, num_val: int, seed: int) -> tu
 
 
 def _drawn(world: World, count: int, untouched: set[str], rng: random.Random) -> list[Question]:
-    """Distinct questions that need none of the articles `untouched`."""
+    """Draw distinct questions that need none of the articles `untouched`."""
     drawn: dict[str, Question] = {}
     for _ in range(MAX_DRAWS * count):
         if len(drawn) == count:
@@ -38,23 +38,23 @@ def _drawn(world: World, count: int, untouched: set[str], rng: random.Random) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How often a searcher errs. All are probabilities."""
+    """The probabilities that a searcher errs."""
 
     guess: float = 0.15
-    """Of an episode: it answers with a name of the right kind, without a search."""
+    """The probability per episode that it answers with a name of the right kind, without a search."""
     wrong_query: float = 0.1
-    """Of a search: it asks about something else of the same kind, and believes what it reads."""
+    """The probability per search that it asks about something else of the same kind, and believes what it reads."""
     misread: float = 0.7
-    """Of an article: it takes the first that the article says, whatever was asked."""
+    """The probability per article that it takes the first that the article says, whatever was asked."""
     stop_early: float = 0.65
-    """After each document: it answers, though there is more to look up."""
+    """The probability after each document that it answers, though there is more to look up."""
 
 
 FLAWLESS = Faults(guess=0.0, wrong_query=0.0, misread=0.0, stop_early=0.0)
 
 
 def episode(world: World, question: Question, rng: random.Random, faults: Faults = FLAWLESS) -> tuple[str, ...]:
-    """By turns what the searcher reads and what it says, with one document per search.
+    """Return by turns what the searcher reads and what it says, with one document per search.
 
     After each article the searcher says what it takes from it.
 
@@ -77,13 +77,13 @@ def episode(world: World, question: Question, rng: random.Random, faults: Faults
 
 
 def _another(world: World, name: str, rng: random.Random) -> str:
-    """Something else of its kind."""
-    found = rng.choice(world.of_kind[world.things[name].kind])
-    return found if found != name else _another(world, name, rng)
+    """Draw something else of the same kind."""
+    other = rng.choice(world.by_kind[world.things[name].kind])
+    return other if other != name else _another(world, name, rng)
 
 
 def _read(thing: Thing, relation: str, is_careless: bool) -> tuple[str, str]:
-    """What the article says of the relation; or the first that it says, if that is nothing."""
+    """Return what the article says of the relation, or the first that it says where that is nothing."""
     if is_careless or relation not in thing.facts:
         return next(iter(thing.facts.items()))
     return relation, thing.facts[relation]

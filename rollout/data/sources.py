@@ -1,14 +1,16 @@
-"""Iterates over the records of JSONL and parquet files, folders saved by `datasets`, and hub data sets."""
+"""Iterates over the records of JSON and parquet files, folders saved by `datasets`, and hub data sets."""
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.data import DataSource
+from configs.data import FILE_TYPES, DataSource
 from configs.validate import ConfigError
 
 Record = dict[str, Any]
+ONE_LINE_EACH = "an object takes one line, or the file is one list of objects: [{...}, {...}]"
+BOM = b"\xef\xbb\xbf"
 
 
 class DataError(ConfigError):
@@ -20,33 +22,91 @@ def records(source: DataSource, columns: Collection[str] | None = None) -> Itera
     """Yield (place, record), where place is `file:line` or `data set:row`. `columns`: those of a parquet file that are
     read at all, as far as it has them. Raises DataError."""
     path = source.path
-    if path.suffix in (".jsonl", ".json"):
-        return _jsonl(path)
-    if path.suffix == ".parquet":
-        return _rows(path, _parquet(path, columns))
-    if path.is_dir() or source.may_be_on_the_hub:
-        return _rows(source, map(dict, _data_set(source)))
+    if source.is_folder or source.may_be_on_the_hub:
+        return _rows(source, columnar(_data_set(source)))
+    if path.suffix in FILE_TYPES:
+        if not source.is_file:
+            raise DataError(f"{path}: no such file")
+        return _rows(path, _parquet(path, columns)) if path.suffix == ".parquet" else _json(path)
     raise DataError(
         f"{path}: must be a .jsonl, .json or .parquet file, a folder, or a hub name with its split: org/name@split"
     )
 
 
-def _rows(source: object, found: Iterable[Record]) -> Iterator[tuple[str, Record]]:
-    return ((f"{source}:{number}", record) for number, record in enumerate(found, 1))
+def columnar(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+    """Yield the rows of a file or data set that is stored by columns, without the nulls that say "absent".
+
+    A column of structs has one type for all rows. So a field that any row has, all rows have, and where a row was
+    written without it, it is null: a parameter of somebody else's tool. A null in a list was written as one, and a
+    column that is null stays: its name is known, and what reads the row says what is missing.
+    """
+    return ({name: _without_nulls(value) for name, value in row.items()} for row in rows)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Record]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, too
-                raise DataError(f"{path}:{number}: not JSON: {error}") from error
-            if not isinstance(record, dict):
-                raise DataError(f"{path}:{number}: must be a JSON object, is {type(record).__name__}")
-            yield f"{path}:{number}", record
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _rows(source: object, rows: Iterable[Record]) -> Iterator[tuple[str, Record]]:
+    return ((f"{source}:{number}", record) for number, record in enumerate(rows, 1))
+
+
+def _json(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the objects of a file: one a line, or the items of one list. Raises DataError."""
+    try:
+        with path.open("rb") as lines:
+            first = next(filter(bytes.strip, lines), b"").removeprefix(BOM).strip()
+            lines.seek(0)
+            if first.startswith(b"["):
+                yield from _json_list(path, lines.read(), first)
+            else:
+                yield from _json_lines(path, lines)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _json_list(path: Path, text: bytes, first_line: bytes) -> Iterator[tuple[str, Record]]:
+    try:
+        items = _parsed(text, str(path))
+    except DataError:
+        if is_json(first_line):  # every line is a list
+            yield from _json_lines(path, text.splitlines())
+        raise
+    for number, item in enumerate(items, 1):
+        yield f"{path}:[{number}]", _object(item, f"{path}:[{number}]")
+
+
+def _json_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Record]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", _object(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _parsed(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, too
+        ends_early = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        hint = f"; {ONE_LINE_EACH}" if ends_early else ""
+        raise DataError(f"{place}: not JSON: {error}{hint}") from error
+
+
+def _object(record: Any, place: str) -> Record:
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be a JSON object, is {type(record).__name__}")
+    return record
+
+
+def is_json(text: str | bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _parquet(path: Path, columns: Collection[str] | None) -> Iterator[Record]:
@@ -58,13 +118,14 @@ def _parquet(path: Path, columns: Collection[str] | None) -> Iterator[Record]:
             for batch in file.iter_batches(
                 columns=known if columns is None else [*filter(columns.__contains__, known)]
             ):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+                yield from columnar(batch.to_pylist())
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a date of the year 10000
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _data_set(source: DataSource) -> Any:
-    """A `datasets.Dataset` written by `save_to_disk`, a folder of data files, or a download from the hub."""
+    """Load a `datasets.Dataset` that was written by `save_to_disk`, a folder of data files, or a download from the
+    hub."""
     from datasets import load_dataset, load_from_disk  # takes seconds to import
     from datasets.exceptions import DatasetsError
 

@@ -1,5 +1,5 @@
-"""Which requests may be inside an engine: as many as it runs at once. Continuations of requests that were inside before
-come first, the others in the order of their arrival. While the admission is held, no request enters."""
+"""Decides which requests may be inside an engine: as many as it runs at once. Continuations of requests that were
+inside before come first, the others in the order of their arrival. While the admission is held, no request enters."""
 
 import asyncio
 from collections import deque
@@ -16,8 +16,8 @@ class _Waiter:
 
 
 class Admission:
-    """Between `enter` and `submitted` the weights cannot change, because `hold` waits for all on that way: the
-    cache salt that a request gets is that of the live version.
+    """Lets requests in. Between `enter` and `submitted` the weights cannot change, because `hold` waits for all on that
+    way: the cache salt that a request gets is that of the live version.
 
     Example:
         if await admission.enter("7"):    # waits for a seat

@@ -1,4 +1,4 @@
-"""What a rollout engine is: `vllm/` is one, `scripts/bench/simulated_engine.py` one with a clock and no model."""
+"""The interface of a rollout engine. `vllm/` is one; `simulated.py` is one with a clock and no model."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -28,14 +28,18 @@ class EngineSpec:
     """Share of each GPU. Below 1 only with one GPU."""
     staging_on_device: bool = False
     log_stats: bool = False
-    """For /metrics. Costs a little per step."""
+    """Collect vLLM's statistics for /metrics, which costs a little per step."""
     prefill_grace_s: float = 5.0
+    """Seconds of a pause in which admitted requests may finish their prefill. Those without KV blocks begin again after
+    the pause, which costs time and no token. Below the least weight_sync.pause_timeout_s, which is 10."""
     max_position_embeddings: int | None = None
     """Replaces the value in the model's config, which bounds max_model_len; None keeps it."""
     adapter: "ServedAdapter | None" = None
     """Updates bring an adapter, which the engine computes beside the weights that it loaded."""
     speculative: Mapping[str, Any] | None = None
-    """What vLLM takes for `speculative_config`. With it, `gauges` count drafted and accepted tokens."""
+    """The value of vLLM's `speculative_config`. With it, `gauges` count drafted and accepted tokens."""
+    replay_routes: bool | None = False
+    """Say which experts were chosen for each token (`Routes`). None: if the model has experts and the engine can."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's own arguments."""
 
@@ -43,7 +47,7 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAdapter:
     max_rank: int
-    """Of those that the engine has kernels for."""
+    """The largest rank for which the engine has kernels."""
     layers: tuple[str, ...] | None
     """Ends of the names of the layers that may have one; None: any."""
 
@@ -65,12 +69,12 @@ class Engine(Protocol):
 
     @property
     def admission(self) -> Admission:
-        """Every request passes it."""
+        """The gate that every request passes."""
         ...
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Waits while the engine is held or full. Cancelling the call aborts the request. An aborted request answers
-        with the tokens it has, none if it never ran, and finish_reason "abort"."""
+        """Generate, waiting while the engine is held or full. Cancelling the call aborts the request. An aborted
+        request answers with the tokens it has, none if it never ran, and finish_reason "abort"."""
         ...
 
     async def score(self, token_ids: IntArray, name: str) -> FloatArray:
@@ -98,7 +102,7 @@ class Engine(Protocol):
         ...
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
-        """What those of these requests that run have sampled after their first `known[request_id]` tokens;
+        """Return what these requests, as far as they run, have sampled after their first `known[request_id]` tokens;
         finish_reason is "". Requests without new tokens may be left out."""
         ...
 
@@ -113,12 +117,16 @@ class Engine(Protocol):
         """While frozen: receive published weights straight into the live ones. One answer per worker."""
         ...
 
+    async def require_updatable(self) -> None:
+        """Raise ConfigError where updates cannot reach the weights, because the engine transforms them after
+        loading."""
+
     async def tag_loaded(self, global_steps: int) -> None:
         """Tag the weights that the engine was started with."""
 
     @property
     def num_workers(self) -> int:
-        """How many processes hold a part or a copy of the model."""
+        """The number of processes that hold a part or a copy of the model."""
         ...
 
     async def wait_dead(self) -> BaseException:
@@ -131,13 +139,17 @@ class Engine(Protocol):
         ...
 
     def kv_usage(self) -> float | None:
-        """Share of the KV cache in use, as far as the engine knows; None where it does not."""
+        """Return the share of the KV cache in use, as far as the engine knows; None where it does not."""
         ...
 
     def gauges(self) -> dict[str, float]:
-        """At least `engine_requests` (requests that began in the engine; one that began twice counts twice),
+        """Return at least `engine_requests` (requests that began in the engine; one that began twice counts twice),
         `running_requests`, `waiting_requests`, `restarted_requests` where a request can begin twice, and
         `drafted_tokens` and `accepted_tokens` of speculative decoding where there is some."""
+        ...
+
+    def exported_metrics(self) -> str:
+        """Return the engine's own metrics, as text that Prometheus reads; empty where it keeps none."""
         ...
 
     def shutdown(self) -> None: ...

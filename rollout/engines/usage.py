@@ -1,4 +1,4 @@
-"""How much an engine had to do, and did. A speed is tokens per second in which the engine had requests."""
+"""Counts how much an engine had to do, and did. A speed is tokens per second in which the engine had requests."""
 
 import asyncio
 
@@ -8,10 +8,10 @@ class Usage:
         self.running = 0
         """Requests that run or wait now."""
         self.tokens = 0
-        """Sampled since the start; for a request that was cancelled, as many as were known. Never falls."""
+        """Tokens sampled since the start; for a request that was cancelled, as many as were known. Never falls."""
         self.first_tokens: dict[str, float | None] = {}
-        """When the first token of a request came, on the event loop's clock, by the names that somebody put here. None:
-        it has not come."""
+        """The time when the first token of a request came, on the event loop's clock, by the names that somebody put
+        here. None: it has not come."""
         self._busy_s = self._request_s = self._counted = 0.0
 
     def change(self, by: int) -> None:
@@ -19,7 +19,7 @@ class Usage:
         self.running += by
 
     def began(self, name: str) -> None:
-        """The request has its first token. It counts where somebody asks for it, and once."""
+        """Note the first token of a request. It counts where somebody asks for it, and once."""
         if name in self.first_tokens and self.first_tokens[name] is None:
             self.first_tokens[name] = asyncio.get_running_loop().time()
 

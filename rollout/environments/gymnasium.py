@@ -8,42 +8,50 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Unpack
 
 from configs.runtime.dotted import find, import_user_module
 from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
+from rollout.chat.messages import Message, Role
 from rollout.environments.optional import optional
 from rollout.environments.turns import TurnOptions, turns
 from rollout.rewards.outcome import described
-from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
 
 HOUSE = "slipstream/House-v0"
-"""The example that is shipped: rollout/environments/text_world.py."""
+"""The example that comes with this project: rollout/environments/text_world.py."""
 KEY = "rollout.agent_args"
 _NUMBER = re.compile(r"-?\d+")
 Observe = Callable[[Any], str]
 Act = Callable[[str], Any]
-"""Raises ValueError for a text that is no action; the policy reads why."""
+"""Makes an action of a text. Raises ValueError for a text that is none; the policy reads why."""
 
 
 class GymnasiumEnvironment:
-    """One episode. Its methods block, and so run in threads."""
+    """One episode. Its methods block, and so run where rollout.tools_run_in says."""
 
     def __init__(self, prompt: Prompt, make: Callable[[], Any], observe: Observe | None, act: Act, is_chat: bool):
-        """`make`: the environment of Gymnasium. `observe`: None asks its ansi rendering, if it has one."""
-        self._seed = seed_of(prompt)
+        """`make` makes the environment of Gymnasium. `observe`: None takes its ansi rendering, if it has one."""
+        self._seed = read_seed(prompt)
         self._make, self._observe, self._act, self._is_chat = make, observe, act, is_chat
         self._env: Any = None
         self._is_closed = False
         self._lock = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def reset(self) -> Observation:
         env = self._make()
         with self._lock:
             self._env = env
-            if self._is_closed:  # making it took too long, and nobody waits
+            if self._is_closed:  # making it took too long: the episode has ended, and its close has run before
                 env.close()
                 return ""
         observation, _ = env.reset(seed=self._seed)
@@ -79,13 +87,14 @@ class GymnasiumEnvironment:
         return [Message(role=Role.user, content=text)] if self._is_chat else f"\n{text.strip()}\n"
 
 
-def seed_of(prompt: Prompt) -> int:
-    """The seed of the world: the row's column `seed`, else the prompt's place in the stream. A group shares it."""
+def read_seed(prompt: Prompt) -> int:
+    """Return the seed of the world: the row's column `seed`, else the prompt's place in the stream. A group shares
+    it."""
     return int(prompt.extra.get("seed", prompt.ordinal))
 
 
 def as_text(observation: Any) -> str:
-    """A text as it is, anything else as JSON; arrays as lists.
+    """Return a text as it is, anything else as JSON, arrays as lists.
 
     Example: as_text((14, np.array([1, 0]))) == "[14, [1, 0]]"
     """
@@ -100,41 +109,59 @@ def _listed(value: Any) -> Any:
 
 
 def act_in(space: Any, actions: Sequence[str] = ()) -> Act:
-    """How a text is an action of `space`. Of a text space it is the text itself. Of a discrete one it is the number
-    that comes last in the text, or with `actions`, which are the names of the numbers in their order, the name.
+    """Return what makes an action of `space` out of a text. In a text space it is the text itself. In a discrete one it
+    is the number that comes last in the text, or with `actions`, the names of the numbers in their order, the name.
 
     Raises:
-        ValueError: another space, or not as many names as actions.
+        ValueError: The space is another one, or there are not as many names as actions.
     """
     spaces: Any = optional("gymnasium.spaces", "gymnasium")
     if isinstance(space, spaces.Text) and not actions:
-        return lambda text: _in_text_space(space, text)
+        return _TextAction(space)
     if not isinstance(space, spaces.Discrete):
         raise ValueError(f"{KEY}.act=null: actions are {space}, which needs package.module:function, and no `actions`")
     if actions and len(actions) != space.n:
         raise ValueError(f"{KEY}.actions={list(actions)}: must be the names of {space.n} actions")
     numbers = range(int(space.start), int(space.start + space.n))
     if not actions:
-        return lambda text: _last(_NUMBER, text, {str(number): number for number in numbers}, f"a number of {space}")
+        known = {str(number): number for number in numbers}
+        return _LastAction(_NUMBER, known, f"a number of {space}")
     known = {name.lower(): number for name, number in zip(actions, numbers, strict=True)}
     longest_first = "|".join(sorted(map(re.escape, known), key=len, reverse=True))
     pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
-    return lambda text: _last(pattern, text, known, f"one of {', '.join(actions)}")
+    return _LastAction(pattern, known, f"one of {', '.join(actions)}")
 
 
-def _last(pattern: re.Pattern[str], text: str, known: Mapping[str, int], allowed: str) -> int:
-    found = pattern.findall(text.lower())
-    if not found or found[-1] not in known:
-        raise ValueError(f"say {allowed}")
-    return known[found[-1]]
+@dataclass(frozen=True, slots=True)
+class _LastAction:
+    """Reads the action that a text names last."""
+
+    pattern: re.Pattern[str]
+    numbers: Mapping[str, int]
+    """The number of each action, by its name in lower case."""
+    allowed: str
+
+    def __call__(self, text: str) -> int:
+        names = self.pattern.findall(text.lower())
+        if not names or names[-1] not in self.numbers:
+            raise ValueError(f"say {self.allowed}")
+        return self.numbers[names[-1]]
 
 
-def _in_text_space(space: Any, text: str) -> str:
-    if not space.min_length <= len(text) <= space.max_length:
-        raise ValueError(f"it has {len(text)} characters, and may have {space.min_length} to {space.max_length}")
-    if not space.contains(text):
-        raise ValueError(f"it may not have the characters {''.join(sorted(set(text) - space.character_set))!r}")
-    return text
+@dataclass(frozen=True, slots=True)
+class _TextAction:
+    """Takes the text itself as the action, where the space has it."""
+
+    space: Any
+
+    def __call__(self, text: str) -> str:
+        shortest, longest = self.space.min_length, self.space.max_length
+        if not shortest <= len(text) <= longest:
+            raise ValueError(f"it has {len(text)} characters, and may have {shortest} to {longest}")
+        if not self.space.contains(text):
+            unknown = "".join(sorted(set(text) - self.space.character_set))
+            raise ValueError(f"it may not have the characters {unknown!r}")
+        return text
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -150,16 +177,16 @@ def agent_loop(
     actions: Sequence[str] = (),
     **options: Unpack[TurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args. With chat=true actions are read without the reasoning.
+    """Make the agent loop of rollout.agent_args. With chat=true actions are read without the reasoning.
 
     Args:
-        tokenizer: Of transformers.
+        tokenizer: The tokenizer of transformers.
         env: The id of an environment, such as FrozenLake-v1, or with the module that registers it,
             such as my_envs:Maze-v0.
         env_args: Arguments of `gymnasium.make`, such as max_episode_steps or render_mode; with render_mode=ansi the
             policy reads the rendering.
-        observe: `package.module:function` that makes a text of an observation; null is `as_text`.
-        act: `package.module:function` that makes an action of a text, or raises ValueError; null is `act_in`.
+        observe: `package.module:function` that makes a text of an observation; None is `as_text`.
+        act: `package.module:function` that makes an action of a text, or raises ValueError; None is `act_in`.
         actions: The names of discrete actions.
 
     Raises:
@@ -185,14 +212,22 @@ def _maker(env: str, env_args: Mapping[str, Any]) -> Callable[[], Any]:
             import_user_module(module)
         except Exception as error:
             raise ValueError(f"{KEY}.env={env}: {module} cannot be imported: {described(error)}") from error
-    return lambda: gymnasium.make(name, **env_args)
+    try:
+        spec = gymnasium.spec(name)  # by which another process can make it, too, whatever was registered there
+    except Exception as error:
+        raise _cannot_be_made(env, env_args, error) from error
+    return partial(gymnasium.make, spec, **env_args)
+
+
+def _cannot_be_made(env: str, env_args: Mapping[str, Any], error: Exception) -> ValueError:
+    return ValueError(f"{KEY}.env={env}, env_args={dict(env_args)}: cannot be made: {described(error)}")
 
 
 def _action_space(make: Callable[[], Any], env: str, env_args: Mapping[str, Any]) -> Any:
-    """Of an environment that is made only to see that one can be."""
+    """Return the actions of an environment, which is made only to see that one can be."""
     try:
         made = make()
     except Exception as error:
-        raise ValueError(f"{KEY}.env={env}, env_args={dict(env_args)}: cannot be made: {described(error)}") from error
+        raise _cannot_be_made(env, env_args, error) from error
     made.close()
     return made.action_space

@@ -5,23 +5,194 @@ rollout.agent_loop=rollout.environments.mcp:agent_loop rollout.agent_args.server
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 from configs.runtime.deadline import within
+from configs.runtime.environment import user_environment
+from configs.serve import TOKEN_ENV
+from rollout.agents.chat_turns import ChatTurns
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import ToolEnvironment, ToolResult, capped, no_tool
-from rollout.environments.mcp_connection import Connection, Server
+from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.optional import optional
 from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
 from rollout.rewards.outcome import described
-from rollout.sessions.chat_turns import ChatTurns
-from rollout.sessions.messages import ToolCall, ToolSpec
 
+logger = logging.getLogger(__name__)
 KEY = "rollout.agent_args"
+
+
+# -- a connection ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """The way to a server: its standard input and output, or streamable HTTP. It has one of `command` and `url`."""
+
+    command: tuple[str, ...] = ()
+    """A program and its arguments. Each connection starts one, which ends with it."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the command, besides the environment of the run."""
+    url: str = ""
+    token_env: str = ""
+    """The environment variable that holds the bearer token for the url."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which names what is wrong."""
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either command or url")
+        if not all(isinstance(word, str) for word in self.command) or isinstance(self.command, str):
+            raise ValueError(f"command={self.command}: must be a list of texts, such as [python, my_server.py]")
+        if self.token_env and self.token_env not in os.environ:
+            raise ValueError(f"token_env={self.token_env}: there is no such environment variable")
+
+    def __str__(self) -> str:
+        return f"the MCP server {self.url or ' '.join(self.command)}"
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[Any]:
+        """Give an open `mcp.Client`, which must be left in the task that has entered it. Raises what mcp does."""
+        import httpx2
+        from mcp import Client, StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        if self.command:
+            program, *arguments = self.command
+            inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
+            env = {**inherited, **self.env}
+            async with Client(StdioServerParameters(command=program, args=arguments, env=env)) as client:
+                yield client
+            return
+        headers = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}
+        timeout = httpx2.Timeout(30.0, read=None)  # how long an answer may take is said with every call
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+        async with (
+            httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits) as http,
+            Client(streamable_http_client(self.url, http_client=http)) as client,
+        ):
+            yield client
+
+
+class Connection:
+    """One client session. It lives in a task of its own, because a session of mcp must end in the task where it began,
+    and takes that with it when the connection is lost."""
+
+    def __init__(self, server: Server):
+        self._server = server
+        self._client: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
+        self._is_lost = False
+
+    @property
+    def is_lost(self) -> bool:
+        """True once the connection was open and is of no use any more."""
+        return self._is_lost
+
+    async def open(self) -> list[ToolSpec]:
+        """Connect, and return the tools of the server. Raises ConnectionError."""
+        opened: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(opened))
+        return await opened
+
+    async def _run(self, opened: asyncio.Future[list[ToolSpec]]) -> None:
+        try:
+            async with self._server.client() as client:
+                specs = await _list_tools(client)
+                self._client = client
+                if not opened.done():
+                    opened.set_result(specs)
+                await self._ending.wait()
+        except Exception as error:
+            if opened.done():
+                logger.warning("%s: the connection is lost", self._server, exc_info=error)
+            else:
+                opened.set_exception(ConnectionError(f"{self._server}: {described(_innermost(error))}"))
+        finally:
+            self._is_lost = True
+            opened.cancel()
+
+    async def close(self) -> None:
+        """End the session, and the process of a command."""
+        self._ending.set()
+        if self._task is not None:
+            if self._client is None:
+                self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
+        """Return the text of a tool's result, and whether it is an error.
+
+        Raises:
+            TimeoutError: There was no result for `timeout_s` seconds.
+            ConnectionError: The connection is lost, or the server failed.
+            MCPError: The server refuses the call.
+            RuntimeError: The result is not what the tool's schema says.
+        """
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, PARSE_ERROR, REQUEST_TIMEOUT
+
+        try:
+            result = await self._client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
+        except MCPError as error:
+            if error.code == REQUEST_TIMEOUT:
+                raise TimeoutError from error
+            self._is_lost |= error.code in (CONNECTION_CLOSED, INVALID_REQUEST)  # the latter after a restart
+            if self._is_lost or error.code in (INTERNAL_ERROR, PARSE_ERROR):
+                raise ConnectionError(f"{self._server}: {described(error)}") from error
+            raise
+        except Exception as error:
+            if self._is_lost:
+                raise ConnectionError(f"{self._server}: the connection is lost: {described(error)}") from error
+            raise
+        return _join_text(result), result.is_error
+
+
+async def _list_tools(client: Any) -> list[ToolSpec]:
+    specs: list[ToolSpec] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        specs += [
+            ToolSpec(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+            for tool in page.tools
+        ]
+        cursor = page.next_cursor
+        if cursor is None:
+            return specs
+
+
+def _join_text(result: Any) -> str:
+    """Return the texts of a result, each on its own lines. A result without any is shown as its structured content."""
+    from mcp.types import EmbeddedResource, TextContent, TextResourceContents
+    from pydantic_core import to_json
+
+    parts: list[str] = []
+    for part in result.content:
+        match part:
+            case TextContent(text=text) | EmbeddedResource(resource=TextResourceContents(text=text)):
+                parts.append(text)
+            case _:
+                parts.append(f"[{part.type} that cannot be shown]")
+    if not parts and result.structured_content is not None:
+        return to_json(result.structured_content).decode()
+    return "\n".join(parts)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# -- the tools of an episode -------------------------------------------------------------------------------------------
 
 
 class McpTools:
@@ -41,7 +212,8 @@ class McpTools:
         return self._specs
 
     async def open(self) -> None:
-        """Raises ConnectionError where there is no server, or one with other tools than the policy is shown."""
+        """Connect. Raises ConnectionError where there is no server, or one with other tools than the policy is
+        shown."""
         there = await self._connection.open()
         changed = [spec.name for spec in self._specs if spec not in there]
         if changed:
@@ -58,7 +230,7 @@ class McpTools:
             return self._error(no_tool(call.name, names))
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return self._error(f"the arguments of {call.name} are wrong: Invalid JSON: {error}")
         if not isinstance(arguments, dict):
             return self._error(f"the arguments of {call.name} are wrong: they must be an object")
@@ -107,10 +279,10 @@ class Shared:
     """Tools over one connection, which is opened when it is needed, and anew after it was lost."""
 
     def __init__(self, make: Callable[[], McpTools], open_timeout_s: float):
-        """`open_timeout_s`: step_timeout_s, which names it."""
+        """`open_timeout_s`: the deadline of connecting, which step_timeout_s sets."""
         self._make, self._open_timeout_s = make, open_timeout_s
         self._open: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[McpTools]] = WeakKeyDictionary()
-        """A connection lives on the event loop that has opened it."""
+        """The connection of each event loop: it lives only on the one that has opened it."""
 
     def specs(self) -> tuple[ToolSpec, ...]:
         return self._make().specs()
@@ -123,10 +295,10 @@ class Shared:
         opening = self._open.get(loop)
         if opening is None or (opening.done() and _is_useless(opening)):
             opening = self._open[loop] = loop.create_task(self._opened())
-        return await asyncio.shield(opening)  # others wait for it, too
+        return await asyncio.shield(opening)  # an episode that is cancelled leaves the others their connection
 
     async def close(self) -> None:
-        """Of the event loop that it is called on."""
+        """Close the connection of the event loop that this is called on."""
         opening = self._open.pop(asyncio.get_running_loop(), None)
         if opening is not None:
             await asyncio.wait([opening])
@@ -163,18 +335,18 @@ def agent_loop(
     reasoning_parser: str | None = None,
     **options: Unpack[ToolTurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args. The server is asked for its tools here, before there are episodes.
+    """Make the agent loop of rollout.agent_args. The server is asked for its tools here, before there are episodes.
 
     Args:
-        tokenizer: Of transformers, with a chat template that shows tools.
+        tokenizer: The tokenizer of transformers, with a chat template that shows tools.
         server: The fields of a `Server`: `command` and perhaps `env`, or `url` and perhaps `token_env`.
-        tools: The names of those that the policy is shown; none are all.
-        shared: Whether the episodes of an agent worker share one connection. It is for servers without a state. Else
-            each episode has its own, and with a command its own process.
-        call_timeout_s: Of each call.
-        max_output_chars: Of each result; of a longer one the policy reads the beginning.
-        tool_parser: As sessions.tool_parser.
-        reasoning_parser: As sessions.reasoning_parser.
+        tools: The names of the tools that the policy is shown; without any, all.
+        shared: True for a server without a state: the episodes of an agent worker share one connection. Else each
+            episode has its own, and with a command its own process.
+        call_timeout_s: The deadline of each call.
+        max_output_chars: The characters of a result that the policy reads.
+        tool_parser: The parser of calls, as in sessions.tool_parser.
+        reasoning_parser: The parser of reasoning, as in sessions.reasoning_parser.
 
     Raises:
         ImportError: There is no mcp.
@@ -183,36 +355,36 @@ def agent_loop(
     optional("mcp.client.client", "'mcp>=2'")
     check_tool_limits(call_timeout_s, max_output_chars, options)
     open_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
-    found = _server(server)
-    specs = _chosen(_listed(found, open_timeout_s), tools)
+    address = _server(server)
+    specs = _chosen(_listed(address, open_timeout_s), tools)
 
     def make_tools() -> McpTools:
-        return McpTools(found, specs, call_timeout_s, max_output_chars)
+        return McpTools(address, specs, call_timeout_s, max_output_chars)
 
-    one = Shared(make_tools, open_timeout_s) if shared else None
+    shared_tools = Shared(make_tools, open_timeout_s) if shared else None
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    loop = tool_turns(
-        lambda prompt: OwnTools(make_tools()) if one is None else SharedTools(one), tokenizer, chat, options
-    )
-    return loop if one is None else replace(loop, closes=(one.close,))
+    if shared_tools is None:
+        return tool_turns(lambda prompt: OwnTools(make_tools()), tokenizer, chat, options)
+    loop = tool_turns(lambda prompt: SharedTools(shared_tools), tokenizer, chat, options)
+    return replace(loop, closes=(shared_tools.close,))
 
 
-def _server(given: Mapping[str, Any]) -> Server:
+def _server(values: Mapping[str, Any]) -> Server:
     known = Server.__dataclass_fields__
-    for name in given:
+    for name in values:
         if name not in known:
             raise ValueError(f"{KEY}.server.{name}: must be one of {', '.join(known)}")
-    fields = dict(given)
+    fields = dict(values)
     if isinstance(command := fields.get("command"), Sequence) and not isinstance(command, str):
         fields["command"] = tuple(command)
     try:
         return Server(**fields)
     except ValueError as error:
-        raise ValueError(f"{KEY}.server={dict(given)}: {error}") from error
+        raise ValueError(f"{KEY}.server={dict(values)}: {error}") from error
 
 
 def _listed(server: Server, timeout_s: float) -> list[ToolSpec]:
-    """The tools of the server, also where an event loop runs already. Raises ValueError."""
+    """Return the tools of the server, also where an event loop runs already. Raises ValueError."""
 
     async def look() -> list[ToolSpec]:
         connection = Connection(server)

@@ -23,19 +23,19 @@ from configs.runtime.dotted import find
 from configs.serve import is_loopback
 from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
+from rollout.chat.messages import Message, Role
 from rollout.environments.optional import optional
 from rollout.environments.turns import TurnOptions, turns
-from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""A longer one loses the connection, and its episode with it."""
+"""The longest message. A longer one loses the connection, and its episode with it."""
 CLOSE_S = 5.0
 FULL, WRONG_ACTION = "CAPACITY_REACHED", "VALIDATION_ERROR"
 """Codes of the server's errors: all its sessions are taken; the action does not fit its schema."""
 RETRY_S = 0.05, 1.0
-"""Between the first two tries for a session, and at most."""
+"""The seconds between the first two tries for a session, and at most."""
 _INTEGER = re.compile(r"[-+]?\d+")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -46,7 +46,7 @@ class OpenEnvError(RuntimeError):
     def __init__(self, message: str, code: str = ""):
         super().__init__(message)
         self.code = code
-        """The server's, such as EXECUTION_ERROR."""
+        """The code of the server, such as EXECUTION_ERROR."""
 
 
 class InvalidActionError(ValueError):
@@ -54,7 +54,7 @@ class InvalidActionError(ValueError):
 
 
 class Session:
-    """A socket, and so an environment of the server's.
+    """A socket, and so an environment of the server.
 
     Example:
         session = await Session.open("http://localhost:8000")
@@ -68,7 +68,7 @@ class Session:
 
     @classmethod
     async def open(cls, url: str) -> "Session":
-        """Raises OpenEnvError when there is no server, and ImportError without websockets."""
+        """Connect. Raises OpenEnvError when there is no server, and ImportError without websockets."""
         client = optional("websockets.asyncio.client", "websockets")
         parts = urlsplit(url)
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
@@ -87,33 +87,34 @@ class Session:
         return cls(url, socket)
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The data of the answer to a reset, step or state. Raises OpenEnvError."""
+        """Return the data of the answer to a reset, step or state. Raises OpenEnvError."""
         closed = optional("websockets", "websockets").ConnectionClosed
         with suppress(closed):  # the server may have said why before it closed
             await self._socket.send(json.dumps({"type": kind} if data is None else {"type": kind, "data": data}))
         try:
             answer = json.loads(await self._socket.recv())
-            is_error, said = answer["type"] == "error", dict(answer["data"])
-            message = _explained(said) if is_error else ""
+            is_error, reply = answer["type"] == "error", dict(answer["data"])
+            message = _explained(reply) if is_error else ""
         except closed as error:
             raise OpenEnvError(f"{self._url}: lost the connection in a {kind}: {error}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise OpenEnvError(f"{self._url}: answered a {kind} with what is no message of OpenEnv: {error}") from error
         if is_error:
-            raise OpenEnvError(f"{self._url}: {kind} failed: {message}", said.get("code", ""))
-        return said
+            raise OpenEnvError(f"{self._url}: {kind} failed: {message}", reply.get("code", ""))
+        return reply
 
     async def close(self) -> None:
-        """End the environment of the server's."""
+        """End the environment of the server."""
         with suppress(optional("websockets", "websockets").ConnectionClosed):
             await self._socket.send(json.dumps({"type": "close"}))
         await self._socket.close()
 
 
 def _explained(error: Mapping[str, Any]) -> str:
-    """The text of the server's error, with what is wrong with which field."""
-    wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.get("errors", ())]
-    return ": ".join([f"{error.get('message')}", *(["; ".join(wrong)] if wrong else [])])
+    """Return the text of the server's error, with what is wrong with which field."""
+    text = f"{error.get('message')}"
+    wrong = [f"{'.'.join(map(str, field['loc']))}: {field['msg']}" for field in error.get("errors", ())]
+    return f"{text}: {'; '.join(wrong)}" if wrong else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +126,12 @@ class ActionSchema:
 
     schema: Mapping[str, Any]
     field: str | None = None
-    """What takes the text. None: the only one that is required, or that there is; of several, the text is a JSON
-    object."""
+    """The field that takes the text. None: the only one that is required, or that there is; with several, the text is a
+    JSON object."""
 
     def read(self, text: str) -> Mapping[str, Any]:
-        """Raises InvalidActionError, and ValueError for a field that there is not."""
-        fields = {name: one for name, one in self.schema.get("properties", {}).items() if name != "metadata"}
+        """Make an action of a text. Raises InvalidActionError, and ValueError for a field that there is not."""
+        fields = {name: schema for name, schema in self.schema.get("properties", {}).items() if name != "metadata"}
         required = [name for name in self.schema.get("required", ()) if name in fields] or list(fields)
         name = required[0] if self.field is None and len(required) == 1 else self.field
         if name is None:
@@ -144,8 +145,8 @@ class ActionSchema:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """The JSON type, that of `X | None` too."""
-    either = [one["type"] for one in schema.get("anyOf", ()) if one.get("type", "null") != "null"]
+    """Return the JSON type, also that of `X | None`."""
+    either = [option["type"] for option in schema.get("anyOf", ()) if option.get("type", "null") != "null"]
     return schema.get("type", either[0] if either else "")
 
 
@@ -153,10 +154,10 @@ def _value(text: str, kind: str) -> Any:
     if kind == "string":
         return text
     if kind in ("integer", "number"):
-        found = (_INTEGER if kind == "integer" else _NUMBER).findall(text)
-        if not found:
+        numbers = (_INTEGER if kind == "integer" else _NUMBER).findall(text)
+        if not numbers:
             raise InvalidActionError(f"an action has one {kind}")
-        return int(found[-1]) if kind == "integer" else float(found[-1])
+        return int(numbers[-1]) if kind == "integer" else float(numbers[-1])
     return _json(text, "JSON")
 
 
@@ -168,7 +169,7 @@ def _json(text: str, expected: str) -> Any:
 
 
 def readable(observation: Mapping[str, Any]) -> str:
-    """The only text that is not empty among the fields; else all fields, as JSON.
+    """Return the only text that is not empty among the fields; else all fields, as JSON.
 
     Example: readable({"stdout": "4", "stderr": "", "exit_code": 0}) == "4"
     """
@@ -179,7 +180,7 @@ def readable(observation: Mapping[str, Any]) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class Server:
-    """A server, and how its observations and actions are texts."""
+    """A server, and the functions that make texts of its observations and actions of texts."""
 
     url: str
     act: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
@@ -188,11 +189,11 @@ class Server:
     state_metrics: Sequence[str] = ()
     """Numbers of the environment's state that are logged when an episode is over."""
     is_known_full: bool = False
-    """Whether it was said already that all its sessions were taken."""
+    """True once it was logged that all its sessions were taken."""
     _schema: Mapping[str, Any] | None = None
 
     async def schema(self) -> Mapping[str, Any]:
-        """The JSON schema of an action, which is asked for once. Raises OpenEnvError."""
+        """Return the JSON schema of an action, which is asked for once. Raises OpenEnvError."""
         if self._schema is None:
             parts = urlsplit(self.url)
             scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
@@ -200,13 +201,13 @@ class Server:
             try:
                 async with httpx.AsyncClient(trust_env=not is_loopback(parts.hostname or "")) as client:
                     self._schema = dict((await client.get(address)).raise_for_status().json()["action"])
-            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
                 why = f"{type(error).__name__}: {error}"
                 raise OpenEnvError(f"rollout.agent_args.url={self.url}: has no /schema of an action: {why}") from error
         return self._schema
 
     def read(self, data: Mapping[str, Any]) -> str:
-        """The text of the observation. Raises OpenEnvError where there is none."""
+        """Return the text of the observation. Raises OpenEnvError where there is none."""
         if not isinstance(data.get("observation"), Mapping):
             raise OpenEnvError(f"{self.url}: an answer has no observation, but {sorted(data)}")
         return self.observe(data["observation"])
@@ -219,13 +220,13 @@ class OpenEnvEnvironment:
     """
 
     def __init__(self, server: Server, reset: Mapping[str, Any], *, is_chat: bool):
-        """`reset`: arguments of the server's reset; those that the environment does not take it ignores."""
+        """`reset`: arguments of the server's reset. The environment ignores those that it does not take."""
         self._server, self._reset, self._is_chat = server, reset, is_chat
         self._session: Session | None = None
         self._schema: Mapping[str, Any] = {}
 
     async def reset(self) -> Observation:
-        """Waits while all sessions of the server are taken. Raises OpenEnvError."""
+        """Begin the episode. Waits while all sessions of the server are taken. Raises OpenEnvError."""
         self._schema = await self._server.schema()
         data = await self._begun()
         if data.get("done"):
@@ -258,7 +259,7 @@ class OpenEnvEnvironment:
             await self._session.close()
 
     async def _begun(self) -> Mapping[str, Any]:
-        """The data of the first observation. MultiTurn's step_timeout_s ends the wait for a session."""
+        """Return the data of the first observation. MultiTurn's step_timeout_s ends the wait for a session."""
         wait_s, longest_s = RETRY_S
         while True:
             self._session = await Session.open(self._server.url)
@@ -306,20 +307,20 @@ def agent_loop(
     state_metrics: Sequence[str] = (),
     **options: Unpack[TurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args.
+    """Make the agent loop of rollout.agent_args.
 
     Args:
-        url: of the server.
-        field: of an action, which takes the text of a turn; see `ActionSchema`.
+        url: The address of the server.
+        field: The field of an action that takes the text of a turn; see `ActionSchema`.
         act: `package.module:function` of (text, JSON schema of an action) that returns the action, in place of that.
         observe: `package.module:function` of an observation, a dict, that returns its text, in place of `readable`.
-        reset: arguments of the server's reset. The seed is the prompt's ordinal unless given here, so that the episodes
+        reset: Arguments of the server's reset. The seed is the prompt's ordinal unless given here, so that the episodes
             of a group share their world.
-        columns: those of the row that go to the reset, too.
-        state_metrics: numbers of the environment's state that are logged as agent/<name> when the environment is done.
+        columns: The columns of the row that go to the reset, too.
+        state_metrics: Numbers of the environment's state that are logged as agent/<name> when the environment is done.
 
     Raises:
-        ValueError: no such function, or no such option.
+        ValueError: There is no such function, or no such option.
     """
     if urlsplit(url).scheme not in ("http", "https", "ws", "wss"):
         raise ValueError(f"rollout.agent_args.url={url}: must begin with http://, https://, ws:// or wss://")
@@ -336,8 +337,8 @@ def agent_loop(
         if missing:
             known = ", ".join(sorted(prompt.extra)) or "none"
             raise ValueError(f"rollout.agent_args.columns={missing}: the row has {known}")
-        of_row = {name: prompt.extra[name] for name in columns}
-        return OpenEnvEnvironment(server, {"seed": prompt.ordinal, **(reset or {}), **of_row}, is_chat=is_chat)
+        columns_of_row = {name: prompt.extra[name] for name in columns}
+        return OpenEnvEnvironment(server, {"seed": prompt.ordinal, **(reset or {}), **columns_of_row}, is_chat=is_chat)
 
     return turns(make_environment, tokenizer, options)
 

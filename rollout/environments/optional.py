@@ -1,4 +1,4 @@
-"""What environments in other people's packages have in common: the package may be missing, and what it raises."""
+"""Helps with environments in other people's packages: the package may be missing, and its errors say little."""
 
 import importlib
 from types import ModuleType
@@ -11,7 +11,7 @@ class RolloutError(RuntimeError):
 
 
 def optional(module: str, package: str) -> ModuleType:
-    """The module. Raises ImportError, which says how to install its package and what went wrong.
+    """Import a module. Raises ImportError, which says how to install its package and what went wrong.
 
     Example: optional("skyrl_gym", "skyrl-gym").make("gsm8k")
     """
@@ -22,7 +22,7 @@ def optional(module: str, package: str) -> ModuleType:
 
 
 def with_causes(error: BaseException) -> str:
-    """An error with what caused it: the package's own error alone does not always say what went wrong."""
+    """Describe an error with what caused it: the package's own error alone does not always say what went wrong."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)

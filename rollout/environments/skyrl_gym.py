@@ -4,50 +4,39 @@ rollout.agent_loop=rollout.environments.skyrl_gym:agent_loop rollout.agent_args.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from omegaconf import OmegaConf
 
 from configs.runtime.dotted import find
 from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import OWN_METRICS, MultiTurn
+from rollout.chat.messages import Message, Role
 from rollout.environments.optional import optional
 from rollout.environments.turns import TurnOptions, turns
-from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
 
 GROUND_TRUTH_COLUMNS = ("reward_spec", "reward_model")
-"""Where SkyRL-gym's environments look for `ground_truth` in their extras."""
-
-
-class TextEnv(Protocol):
-    """What `skyrl_gym.envs.base_text_env.BaseTextEnv` is. Messages are dicts with a `role` and a `content`."""
-
-    def init(self, prompt: list[dict[str, str]]) -> tuple[Sequence[Mapping[str, str]], Mapping[str, Any]]: ...
-
-    def step(self, action: str) -> Mapping[str, Any]:
-        """Returns observations (messages), reward, done, metadata and maybe postprocessed_action."""
-        ...
-
-    def close(self) -> object: ...
-
-    def get_metrics(self) -> Mapping[str, Any]: ...
+"""The columns in which SkyRL-gym's environments look for `ground_truth`."""
 
 
 class SkyRLEnvironment:
-    """One episode. Its methods block, so they run in threads; the environment itself is made there, too.
+    """One episode. Its methods block, so they run where rollout.tools_run_in says; the environment itself is made
+    there, too.
 
     The reward is the sum of what the steps give.
     """
 
-    def __init__(self, make: Callable[[], TextEnv], prompt: Prompt, *, is_chat: bool, allow_postprocessed: bool):
+    def __init__(self, make: Callable[[], Any], prompt: Prompt, *, is_chat: bool, allow_postprocessed: bool):
         self._make, self._prompt = make, prompt
         self._is_chat, self._allow_postprocessed = is_chat, allow_postprocessed
-        self._env: TextEnv | None = None
+        self._env: Any = None
+        """A `skyrl_gym.envs.base_text_env.BaseTextEnv`, or a class with the same methods. Its messages are dicts."""
 
     def reset(self) -> Observation:
-        """What `init` adds to the prompt. Raises ValueError where it changes the prompt."""
+        """Return what `init` adds to the prompt. Raises ValueError where it changes the prompt."""
         self._env = self._make()
         prompt = [{"role": "user", "content": self._prompt.text}]
         messages, _ = self._env.init([dict(message) for message in prompt])
@@ -59,7 +48,7 @@ class SkyRLEnvironment:
         return self._observed(messages[1:])
 
     def step(self, turn: Turn, /) -> Step:
-        """Raises ValueError for a postprocessed action that is not allowed, and for what is no step."""
+        """Take a step. Raises ValueError for a postprocessed action that is not allowed, and for what is no step."""
         assert self._env is not None
         action = str(turn)
         taken = self._env.step(action)
@@ -79,7 +68,7 @@ class SkyRLEnvironment:
             self._env.close()
 
     def _is_postprocessed(self, action: str, taken: Mapping[str, Any]) -> bool:
-        """Whether the environment would have the policy's turn read otherwise than it was sampled."""
+        """Return whether the environment would have the policy's turn read otherwise than it was sampled."""
         instead = taken.get("postprocessed_action")
         if instead is None or instead == action:
             return False
@@ -99,24 +88,24 @@ class SkyRLEnvironment:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers among the metrics. One that has a name of `MultiTurn`'s own gets the prefix `env_`."""
-    found = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-    return {f"env_{name}" if name in OWN_METRICS else name: value for name, value in found.items()}
+    """Return the numbers among the metrics. One that has a name of `MultiTurn`'s own gets the prefix `env_`."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+    return {f"env_{name}" if name in OWN_METRICS else name: value for name, value in numbers.items()}
 
 
-def _maker(env: str) -> Callable[..., TextEnv]:
-    """What makes environments of env_config and extras. Raises ImportError and ValueError."""
+def _maker(env: str) -> Callable[..., Any]:
+    """Return what makes environments of env_config and extras. Raises ImportError and ValueError."""
     if ":" in env:
         return find("rollout.agent_args.env", env, (), named=("env_config", "extras"))
     gym = optional("skyrl_gym", "skyrl-gym")
     if env not in gym.registry:
         known = ", ".join(sorted(gym.registry))
         raise ValueError(f"rollout.agent_args.env={env}: must be one of {known}, or package.module:Class")
-    return lambda **arguments: gym.make(env, **arguments)
+    return partial(gym.make, env)
 
 
 def _extras(prompt: Prompt, max_turns: int) -> dict[str, Any]:
-    """The columns of the row, as SkyRL's generator gives them."""
+    """Return the columns of the row, as SkyRL's generator gives them."""
     truths = {column: {"ground_truth": prompt.ground_truth} for column in GROUND_TRUTH_COLUMNS}
     return {"data_source": prompt.data_source, "extra_info": {}, **truths, **prompt.extra, "max_turns": max_turns}
 
@@ -129,27 +118,26 @@ def agent_loop(
     allow_postprocessed: bool = False,
     **options: Unpack[TurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args.
+    """Make the agent loop of rollout.agent_args.
 
     Args:
-        env: a name that skyrl_gym knows, or the `package.module:Class` of an environment, for which skyrl_gym need not
+        env: A name that skyrl_gym knows, or the `package.module:Class` of an environment, for which skyrl_gym need not
             be installed.
-        env_config: what the environment gets as its env_config.
-        allow_postprocessed: whether an environment may return a postprocessed_action that differs from the turn. The
+        env_config: The env_config of the environment.
+        allow_postprocessed: True lets an environment return a postprocessed_action that differs from the turn. The
             sampled tokens are kept all the same, and agent/postprocessed_actions counts them.
-        options: `chat` is SkyRL's use_conversation_multi_turn; the environment is told `max_turns`, too.
+        options: The options of a loop; `chat` is SkyRL's use_conversation_multi_turn; the environment is told
+        `max_turns`, too.
 
     Raises:
         ImportError: skyrl_gym is not installed.
-        ValueError: there is no such environment, or no such option.
+        ValueError: There is no such environment, or no such option.
     """
     make, settings = _maker(env), OmegaConf.create(dict(env_config or {}))
     is_chat = options.get("chat", False)
 
     def make_environment(prompt: Prompt) -> SkyRLEnvironment:
-        def made() -> TextEnv:
-            return make(env_config=settings, extras=_extras(prompt, loop.max_turns))
-
+        made = partial(make, env_config=settings, extras=_extras(prompt, loop.max_turns))
         return SkyRLEnvironment(made, prompt, is_chat=is_chat, allow_postprocessed=allow_postprocessed)
 
     loop = turns(make_environment, tokenizer, options)

@@ -12,9 +12,9 @@ from rollout.environments.optional import optional
 
 DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
 ROOMS = (
-    *("attic", "bathroom", "bedroom", "cellar", "corridor", "hall", "kitchen", "laundry"),
-    *("library", "lounge", "nursery", "office", "pantry", "studio", "veranda", "workshop"),
-)
+    "attic", "bathroom", "bedroom", "cellar", "corridor", "hall", "kitchen", "laundry",
+    "library", "lounge", "nursery", "office", "pantry", "studio", "veranda", "workshop",
+)  # fmt: skip
 TASK = "Find the key, and unlock the door. Say: go and a direction, take key, or unlock door."
 Cell = tuple[int, int]
 """Column and row of a room."""
@@ -50,7 +50,8 @@ class House:
         return " ".join(parts)
 
     def do(self, command: str) -> str:
-        """What the world says to the last line of a command. What cannot be done changes nothing."""
+        """Follow the last line of a command, and return what the world says to it. What cannot be done changes
+        nothing."""
         words = (command.lower().splitlines() or [""])[-1].strip(" .!").split()
         match words:
             case ["go", direction] if direction in DIRECTIONS:
@@ -72,7 +73,7 @@ class House:
 
 
 def _tree(random: Random, cells: list[Cell]) -> dict[Cell, dict[str, Cell]]:
-    """Ways that connect all cells, without a circle."""
+    """Draw ways that connect all cells, without a circle."""
     ways: dict[Cell, dict[str, Cell]] = {cell: {} for cell in cells}
     opposite = dict(zip(DIRECTIONS, ("south", "west", "north", "east"), strict=True))
     path = [cells[0]]
@@ -91,7 +92,7 @@ def _tree(random: Random, cells: list[Cell]) -> dict[Cell, dict[str, Cell]]:
 
 
 def make_house(width: int = 3, height: int = 3) -> Any:
-    """A `gymnasium.Env`: texts are observations and actions, and opening the door is worth 1."""
+    """Make a `gymnasium.Env`: texts are observations and actions, and opening the door is worth 1."""
     return _environment()(width, height)
 
 

@@ -7,18 +7,18 @@ rollout.agent_loop=rollout.environments.trl:agent_loop rollout.agent_args.factor
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, Unpack
 
 from configs.runtime.dotted import find
-from rollout.agents.environment import Closable, Observation, Resettable, Step, Turn
+from rollout.agents.chat_turns import ChatTurns
+from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.threads import called
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment
+from rollout.chat.messages import Message, Role
 from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
-from rollout.sessions.chat_turns import ChatTurns
-from rollout.sessions.messages import Message, Role
 from rollout.types import Prompt
 
 KEY = "rollout.agent_args"
@@ -26,24 +26,14 @@ NO_TOOLS = ("reset", "close", "reward", "get_reward")
 """Public methods that the policy is not shown."""
 
 
-@runtime_checkable
-class HasReward(Protocol):
-    reward: Any
-
-
-@runtime_checkable
-class GetsReward(Protocol):
-    def get_reward(self) -> Any: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the episodes of a loop have in common."""
+    """The settings that the episodes of a loop share."""
 
     make: Callable[[], Any]
-    """An instance of the class."""
-    tools: Mapping[str, Tool]
-    """By the names of the methods; their functions are those of no instance yet."""
+    """Makes an instance of the class."""
+    kind: type
+    """The class, whose methods are the tools."""
     call_timeout_s: float
     max_output_chars: int
     step_timeout_s: float
@@ -51,12 +41,15 @@ class Settings:
 
 
 class ClassEnvironment:
-    """One episode with an instance of such a class. Its plain methods run in threads, one call after another.
+    """One episode with an instance of such a class. Its plain methods run in threads, one call after another; with
+    rollout.tools_run_in=process, in those of a process that has the whole environment.
 
     The reward is what its `reward` is, or what its method `reward` or `get_reward` returns. An attribute is looked at
     after every turn: what it has gained since the turn before is the reward of the turn. A method is asked after the
     last turn. Where there is neither, or it is None, rollout.reward scores the episode.
     """
+
+    has_plain_methods = True
 
     def __init__(self, prompt: Prompt, settings: Settings):
         self._prompt, self._settings = prompt, settings
@@ -69,13 +62,16 @@ class ClassEnvironment:
         settings = self._settings
         self._instance = await self._called(settings.make)
         toolbox = Toolbox(
-            [replace(tool, function=getattr(self._instance, name)) for name, tool in settings.tools.items()],
+            [
+                replace(tool, function=getattr(self._instance, name))
+                for name, tool in build_tools(settings.kind).items()
+            ],
             call_timeout_s=settings.call_timeout_s,
             max_output_chars=settings.max_output_chars,
         )
         self._answers = ToolEnvironment(toolbox, in_order=True)
         reset = self._instance.reset
-        text = await self._called(partial(reset, **row_for(reset, self._prompt)))
+        text = await self._called(reset, **row_for(reset, self._prompt))
         if text is not None and not isinstance(text, str):
             raise TypeError(f"reset returned {text!r:.100}, and neither a text nor None")
         return [Message(role=Role.user, content=text)] if text else ""
@@ -88,17 +84,15 @@ class ClassEnvironment:
         return replace(step, reward=await self._reward(is_last))
 
     async def close(self) -> None:
-        if isinstance(self._instance, Closable):
-            await self._called(self._instance.close)
+        close = getattr(self._instance, "close", None)
+        if close is not None:
+            await self._called(close)
 
     async def _reward(self, is_last: bool) -> float | None:
-        """Of the turn. Raises TypeError and ValueError for what is no number."""
-        if isinstance(self._instance, HasReward):
-            reward = self._instance.reward
-        elif isinstance(self._instance, GetsReward):
-            reward = self._instance.get_reward
-        else:
-            return None
+        """Return the reward of the turn. Raises TypeError and ValueError for what is no number."""
+        reward = getattr(self._instance, "reward", None)
+        if reward is None:
+            reward = getattr(self._instance, "get_reward", None)
         if callable(reward):
             reward = await self._called(reward) if is_last else None
         if reward is None:
@@ -106,13 +100,14 @@ class ClassEnvironment:
         gained, self._rewarded = float(reward) - self._rewarded, float(reward)
         return gained
 
-    async def _called(self, call: Callable[[], Any]) -> Any:
-        return await called(call, self._settings.step_timeout_s, "step_timeout_s", "a method of the environment")
+    async def _called(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        timeout_s = self._settings.step_timeout_s
+        return await called(function, timeout_s, "step_timeout_s", "a method of the environment", **arguments)
 
 
 def row_for(reset: Callable[..., Any], prompt: Prompt) -> dict[str, Any]:
-    """The columns of the prompt's row by name, with `prompt` and `answer` for those of its text and its ground truth:
-    all of them, or only those that `reset` names if it has no **kwargs."""
+    """Return the columns of the prompt's row by name, with `prompt` and `answer` for those of its text and its ground
+    truth: all of them, or only those that `reset` names if it has no **kwargs."""
     row = {"prompt": prompt.text, "answer": prompt.ground_truth, "ground_truth": prompt.ground_truth} | prompt.extra
     parameters = inspect.signature(reset).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -120,8 +115,10 @@ def row_for(reset: Callable[..., Any], prompt: Prompt) -> dict[str, Any]:
     return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}
 
 
-def tools_of(kind: type) -> dict[str, Tool]:
-    """The public methods of a class as tools, in their order. Raises ValueError as `Tool.of` does."""
+@cache
+def build_tools(kind: type) -> Mapping[str, Tool]:
+    """Return the public methods of a class as tools, in their order; the functions belong to no instance yet. Raises
+    ValueError as `Tool.of` does."""
     members = {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
     return {
         name: Tool.of(member.__get__(object(), kind))  # without its `self`
@@ -141,16 +138,16 @@ def agent_loop(
     reasoning_parser: str | None = None,
     **options: Unpack[ToolTurnOptions],
 ) -> MultiTurn:
-    """Arguments are those of rollout.agent_args.
+    """Make the agent loop of rollout.agent_args.
 
     Args:
-        tokenizer: Of transformers, with a chat template that shows tools.
+        tokenizer: The tokenizer of transformers, with a chat template that shows tools.
         factory: `package.module:Class`, or a function that makes an instance of one.
         args: Arguments of the factory.
-        call_timeout_s: Of each call of a tool.
-        max_output_chars: Of each result; of a longer one the policy reads the beginning.
-        tool_parser: As sessions.tool_parser.
-        reasoning_parser: As sessions.reasoning_parser.
+        call_timeout_s: The deadline of each call of a tool.
+        max_output_chars: The characters of a result that the policy reads.
+        tool_parser: The parser of calls, as in sessions.tool_parser.
+        reasoning_parser: The parser of reasoning, as in sessions.reasoning_parser.
 
     Raises:
         ValueError: An argument is wrong, or the class has no `reset`, no tools, or one that no schema describes.
@@ -159,14 +156,14 @@ def agent_loop(
     args = dict(args or {})
     make = find(f"{KEY}.factory", factory, (), named=args)
     kind = make if isinstance(make, type) else type(make(**args))
-    tools = tools_of(kind)
-    if not issubclass(kind, Resettable) or not tools:
+    tools = build_tools(kind)
+    if getattr(kind, "reset", None) is None or not tools:
         raise ValueError(
             f"{KEY}.factory={factory}: {kind.__name__} needs a method reset, and others that are the tools"
         )
     settings = Settings(
         make=partial(make, **args),
-        tools=tools,
+        kind=kind,
         call_timeout_s=call_timeout_s,
         max_output_chars=max_output_chars,
         step_timeout_s=options.get("step_timeout_s", STEP_TIMEOUT_S),

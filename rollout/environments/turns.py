@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from rollout.agents.chat_turns import ChatTurns
 from rollout.agents.environment import Environment
-from rollout.agents.multi_turn import Chat, MultiTurn
-from rollout.sessions.chat_turns import ChatTurns
+from rollout.agents.multi_turn import MultiTurn
 from rollout.types import Prompt
 
 MAX_TURNS = 8
@@ -16,37 +16,37 @@ class ToolTurnOptions(TypedDict, total=False):
     """Options of `MultiTurn` that every adapter takes by the same names, with the same meaning."""
 
     max_turns: int
-    """8 unless given."""
+    """The most turns of the policy, by default 8."""
     max_turn_tokens: int | None
     max_observation_tokens: int | None
     step_timeout_s: float
-    """60 unless given."""
+    """The deadline of a step, by default 60."""
     stop: Sequence[str]
 
 
 class TurnOptions(ToolTurnOptions, total=False):
     chat: bool
-    """Whether observations are messages, written by the model's chat template; false: their texts follow the turn as
-    they are."""
+    """True: observations are messages, written by the model's chat template. False: their texts follow the turn as they
+    are."""
 
 
 def turns(make_environment: Callable[[Prompt], Environment], tokenizer: Any, options: TurnOptions) -> MultiTurn:
-    """Raises ValueError for an option that there is not, and what `MultiTurn` and `ChatTurns` raise."""
+    """Make the loop. Raises ValueError for an option that there is not, and what `MultiTurn` and `ChatTurns` raise."""
     chat = ChatTurns(tokenizer) if options.get("chat") else None
     return _loop(make_environment, tokenizer, chat, options, TurnOptions)
 
 
 def tool_turns(
-    make_environment: Callable[[Prompt], Environment], tokenizer: Any, chat: Chat, options: ToolTurnOptions
+    make_environment: Callable[[Prompt], Environment], tokenizer: Any, chat: ChatTurns, options: ToolTurnOptions
 ) -> MultiTurn:
-    """The same for an environment with the tools of `chat`, which only a chat template shows."""
+    """Make the loop of an environment with the tools of `chat`, which only a chat template shows."""
     return _loop(make_environment, tokenizer, chat, options, ToolTurnOptions)
 
 
 def _loop(
     make_environment: Callable[[Prompt], Environment],
     tokenizer: Any,
-    chat: Chat | None,
+    chat: ChatTurns | None,
     options: Mapping[str, Any],
     kind: type,
 ) -> MultiTurn:
@@ -62,7 +62,7 @@ def _loop(
 
 
 def check_tool_limits(call_timeout_s: object, max_output_chars: object, options: ToolTurnOptions) -> None:
-    """Raises ValueError where no call can succeed, and where a tool's deadline is no earlier than that of the step that
+    """Raise ValueError where no call can succeed, and where a tool's deadline is no earlier than that of the step that
     it is a part of: the policy would never read that a call took too long."""
     step_timeout_s = options.get("step_timeout_s", STEP_TIMEOUT_S)
     if not isinstance(call_timeout_s, int | float) or not 0 < call_timeout_s < step_timeout_s:

@@ -4,7 +4,7 @@ the session of its episode, and gives the reward.
 rollout.agent=rollout.environments.verifiers:agent rollout.agent_args.env=my_env
 data.loader=rollout.environments.verifiers:rows data.train_files=my_env
 
-What an environment is depends on the version: before 0.4 what its module's `load_environment` makes
+An environment is, by the version of verifiers: before 0.4 what its module's `load_environment` makes
 (rollout/environments/verifiers_legacy.py), since then a taskset, or an Env, of verifiers.v1
 (rollout/environments/verifiers_v1.py).
 """
@@ -13,9 +13,8 @@ import json
 import re
 import threading
 from collections.abc import Mapping
-from functools import partial
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from configs.data import parse_source
 from rollout.agents.threads import in_thread
@@ -31,16 +30,9 @@ ROW = "verifiers_row"
 """Column with the whole row of the environment's own data set."""
 
 
-class LoadedEnvironment(Protocol):
-    async def run(self, task: HarnessTask, row: Mapping[str, Any] | None, client: Any) -> RewardResult | None:
-        """One rollout. `row`: of the environment's own data set, if the task is one. Raises RolloutError."""
-        ...
-
-    def rows(self, split: str) -> list[tuple[Any, str, Mapping[str, Any]]]:
-        """(prompt, answer, row) of its data set. Raises ValueError for a split that it has not."""
-        ...
-
-
+LoadedEnvironment = LegacyEnvironment | V1Environment
+"""`run` plays one rollout, of a row of the environment's own data set if the task has one, and raises RolloutError.
+`rows` returns (prompt, answer, row) of that data set, and raises ValueError for a split that it has not."""
 _loaded: dict[tuple[str, str], LoadedEnvironment] = {}
 _loading = threading.Lock()
 
@@ -62,16 +54,15 @@ async def agent(
         RolloutError: the environment or its scoring failed.
         ImportError, ValueError: as `load` does.
     """
-    given = dict(args or {})
-    environment = _loaded.get(_key(env, given))
+    arguments = dict(args or {})
+    environment = _loaded.get(_key(env, arguments))
     if environment is None:
-        loading = partial(load, env, given)
-        environment = await in_thread(loading, load_timeout_s, "load_timeout_s", f"loading {env}")
+        environment = await in_thread(lambda: load(env, arguments), load_timeout_s, "load_timeout_s", f"loading {env}")
     return await environment.run(task, task.extra.get(ROW), client)
 
 
 def rows(entries: str) -> list[dict[str, Any]]:
-    """The environment's own data set, for data.loader with data.prompt_key=prompt and data.answer_key=answer.
+    """Return the environment's own data set, for data.loader with data.prompt_key=prompt and data.answer_key=answer.
 
     `entries`: `name`, `name@train` or `name@eval`; where it takes arguments, a JSON object such as
     {"env": "my_env", "args": {"size": 100}, "split": "eval"}.
@@ -79,7 +70,7 @@ def rows(entries: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: it says no environment or no such split.
     """
-    env, args, split = _asked(entries)
+    env, args, split = _parsed(entries)
     return [
         {"prompt": prompt, "answer": answer, "data_source": env, ROW: row}
         for prompt, answer, row in load(env, args).rows(split)
@@ -87,7 +78,7 @@ def rows(entries: str) -> list[dict[str, Any]]:
 
 
 def load(env: str, args: Mapping[str, Any]) -> LoadedEnvironment:
-    """The environment, which is loaded once per process. Blocks.
+    """Return the environment, which is loaded once per process. Blocks.
 
     Raises:
         ImportError: verifiers is not installed, or too old.
@@ -102,12 +93,12 @@ def load(env: str, args: Mapping[str, Any]) -> LoadedEnvironment:
 
 
 def _checked(package: ModuleType) -> tuple[int, ...]:
-    """Its version. Raises ImportError for one that is too old: pip takes one that fits the other packages."""
+    """Return the version. Raises ImportError for one that is too old: pip takes one that fits the other packages."""
     version = tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:3])
     if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
-        found = f"verifiers {package.__version__} is installed, and {oldest} or later is needed"
-        raise ImportError(f"{found}: docs/environments.md says how it is installed")
+        why = f"verifiers {package.__version__} is installed, and {oldest} or later is needed"
+        raise ImportError(f"{why}: docs/environments.md says how it is installed")
     return version
 
 
@@ -115,13 +106,13 @@ def _key(env: str, args: Mapping[str, Any]) -> tuple[str, str]:
     return env, json.dumps(dict(args), sort_keys=True, default=str)
 
 
-def _asked(entries: str) -> tuple[str, dict[str, Any], str]:
-    """Environment, its arguments, split."""
+def _parsed(entries: str) -> tuple[str, dict[str, Any], str]:
+    """Return the environment, its arguments and the split."""
     if entries.lstrip().startswith("{"):
-        said = json.loads(entries)
-        unknown = sorted(set(said) - {"env", "args", "split"})
-        if unknown or "env" not in said:
-            raise ValueError(f"data.train_files={entries}: has keys {sorted(said)}; allowed: env, args, split")
-        return said["env"], dict(said.get("args", {})), said.get("split", "train")
+        setup = json.loads(entries)
+        unknown = sorted(set(setup) - {"env", "args", "split"})
+        if unknown or "env" not in setup:
+            raise ValueError(f"data.train_files={entries}: has keys {sorted(setup)}; allowed: env, args, split")
+        return setup["env"], dict(setup.get("args", {})), setup.get("split", "train")
     source = parse_source(entries.strip())
     return source.name, {}, source.split or "train"

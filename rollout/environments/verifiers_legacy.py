@@ -17,9 +17,10 @@ from rollout.sessions.harness import HarnessTask
 
 SPLITS = ("train", "eval")
 EMPTY_ANSWER = "EmptyModelResponseError"
-"""What verifiers calls an answer without text and without calls. It is the policy's, and no failure."""
+"""The name that verifiers has for an answer without text and without calls. It is the policy's answer, and no
+failure."""
 _failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
-"""What reward functions have raised in this episode."""
+"""The errors that reward functions have raised in this episode."""
 _watches: set[Callable[..., Any]] = set()
 
 
@@ -38,11 +39,12 @@ class LegacyEnvironment:
         _watch(self._environment.rubric)
 
     async def run(self, task: HarnessTask, row: Mapping[str, Any] | None, client: Any) -> RewardResult | None:
-        """Raises RolloutError where the environment or a function of its rubric failed: verifiers would count 0."""
+        """Play one rollout. Raises RolloutError where the environment or a function of its rubric failed: verifiers
+        would count 0."""
         environment, failures = self._environment, list[Exception]()
         _failures.set(failures)
-        given = _input(task) if row is None else dict(row)
-        state = await environment.rollout(given, self._package.OpenAIChatCompletionsClient(client), "policy", {})
+        start = _input(task) if row is None else dict(row)
+        state = await environment.rollout(start, self._package.OpenAIChatCompletionsClient(client), "policy", {})
         if (error := state["error"]) is not None and type(error).__name__ != EMPTY_ANSWER:
             raise RolloutError(f"the environment {self._name} failed: {with_causes(error)}") from error
         if not environment.score_rollouts:
@@ -60,12 +62,12 @@ class LegacyEnvironment:
         if split not in SPLITS:
             raise ValueError(f"data.train_files={self._name}@{split}: the splits are {', '.join(SPLITS)}")
         environment = self._environment
-        found = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
-        return [(row["prompt"], str(row.get("answer") or ""), row) for row in found.to_list()]
+        data = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
+        return [(row["prompt"], str(row.get("answer") or ""), row) for row in data.to_list()]
 
 
 def _input(task: HarnessTask) -> dict[str, Any]:
-    """What a rollout of a row that is not the environment's own begins with."""
+    """Return the input of a rollout for a row that is not the environment's own."""
     return {
         "prompt": [{"role": "user", "content": task.prompt}],
         "answer": task.ground_truth,
@@ -87,11 +89,11 @@ def _signals_kept() -> Iterator[None]:
 
 
 def _watch(rubric: Any) -> None:
-    """Have `_failures` hear what the functions of a rubric raise: verifiers logs it and counts 0."""
+    """Record in `_failures` what the functions of a rubric raise, which verifiers logs and counts as 0."""
     rubric.funcs[:] = [_watched(function) for function in rubric.funcs]
     known = vars(rubric)
-    of_environments = [environment.rubric for environment in known.get("env_map", {}).values()]
-    for part in (*known.get("rubrics", ()), *of_environments):
+    inner_rubrics = [environment.rubric for environment in known.get("env_map", {}).values()]
+    for part in (*known.get("rubrics", ()), *inner_rubrics):
         _watch(part)
 
 
@@ -100,9 +102,9 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     @wraps(function)
-    async def watched(*given: Any, **named: Any) -> float:
+    async def watched(*arguments: Any, **named: Any) -> float:
         try:
-            outcome = function(*given, **named)
+            outcome = function(*arguments, **named)
             return float(await outcome if inspect.isawaitable(outcome) else outcome)
         except Exception as error:
             failures = _failures.get()

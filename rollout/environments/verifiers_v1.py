@@ -11,11 +11,12 @@ from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
 
 LOCAL_RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
-"""From any other a harness reaches the session through a tunnel of Prime's, and so with an account."""
+"""The runtimes on this machine. From any other a harness reaches the session through a tunnel of Prime's, which needs
+an account."""
 
 
 class V1Environment:
-    """Its harness talks to the session through verifiers' own proxy, which keeps its trace."""
+    """An environment whose harness talks to the session through verifiers' own proxy, which keeps its trace."""
 
     def __init__(self, env: str, args: Mapping[str, Any]):
         """`args`: keys of its EnvConfig, such as {"taskset": {...}, "agent": {"harness": {"id": "null"}}}. Its agent
@@ -34,7 +35,7 @@ class V1Environment:
             raise ValueError(f"rollout.agent_args.env={env}: cannot be loaded: {with_causes(error)}") from error
 
     async def run(self, task: HarnessTask, row: Mapping[str, Any] | None, client: Any) -> RewardResult | None:
-        """Raises RolloutError, and ValueError for a row that is not of its taskset."""
+        """Play one rollout. Raises RolloutError, and ValueError for a row that is not of its taskset."""
         if row is None:
             raise ValueError("verifiers from 0.4 on needs rows of data.loader=rollout.environments.verifiers:rows")
         kind = type(self._taskset).task_type()
@@ -51,8 +52,8 @@ class V1Environment:
             raise ValueError(f"data.train_files={self._name}@{split}: a taskset has no splits; say which by its args")
         if not self._taskset.bounded:
             raise ValueError(f"data.train_files={self._name}: the taskset has no end")
-        found = [task.data for task in self._taskset]
-        return [(data.prompt_text, "", data.model_dump(mode="json")) for data in found]
+        rows = [task.data for task in self._taskset]
+        return [(data.prompt_text, "", data.model_dump(mode="json")) for data in rows]
 
     def _made(self) -> Any:
         return self._v1.load_environment(self._config)
@@ -73,8 +74,8 @@ class V1Environment:
 
 @contextmanager
 def _variable(key: str) -> Iterator[str]:
-    """The name of a variable with the key: verifiers takes keys from nowhere else. Those with API_KEY in their names
-    its subprocesses do not inherit."""
+    """Give the name of an environment variable with the key, since verifiers takes keys from nowhere else. Its
+    subprocesses do not inherit variables with API_KEY in their names."""
     name = f"SESSION_{uuid.uuid4().hex.upper()}_API_KEY"
     os.environ[name] = key
     try:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol
 
 from configs.runtime.deadline import within
 from rollout.errors import AgentWorkerLostError, NoTokensError, ReplicaLostError
@@ -16,14 +15,9 @@ from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingPara
 
 logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]
-
-
-class EvaluationRunner(Protocol):
-    async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
-    ) -> list[EvaluatedPrompt]:
-        """`attempt`: differs in every call, so that request ids are unique."""
-        ...
+Ask = Callable[[Sequence[Prompt], str, SamplingParams, int, int], Awaitable[list[EvaluatedPrompt]]]
+"""Runs so many episodes of each prompt on a replica. The last argument differs in every call, so that request ids are
+unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +25,7 @@ class Evaluation:
     prompts: tuple[EvaluatedPrompt, ...]
     """Ordered as in the held-out set."""
     pinned: bool
-    """Whether the replicas were held at one version."""
+    """True when the replicas were held at one version."""
 
     @property
     def samples(self) -> list[EvaluatedSample]:
@@ -57,7 +51,7 @@ class Evaluation:
 
     @property
     def agent_metrics(self) -> dict[str, float]:
-        """Of what the agent loop measured: each name with its mean over the samples that have it."""
+        """The agent loop's own metrics: each name with its mean over the samples that have it."""
         names = sorted({name for sample in self.samples for name in sample.agent_metrics})
         return {
             name: fmean(sample.agent_metrics[name] for sample in self.samples if name in sample.agent_metrics)
@@ -66,8 +60,9 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """For k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where rows name
-        no source. With one sample these are all the same: it is avg@1 of each source, where there are several."""
+        """The scores of k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where
+        rows name no source. With one sample these are all the same: it is avg@1 of each source, where there are
+        several."""
         num_samples = len(self.prompts[0].samples)
         by_source = scores_by_source(self.prompts, [num_samples])
         if num_samples == 1 and len(by_source) == 1:
@@ -91,13 +86,14 @@ class Evaluator:
 
     prompts: Sequence[Prompt]
     router: ReplicaRouter
-    runner: EvaluationRunner
+    ask: Ask
+    """Has the agent workers run the episodes."""
     sampling: SamplingParams
     num_samples: int
     timeout_s: float
     failures: FailureBudget
     on_lost: OnLost
-    """Handles the loss of a replica during an evaluation; raises when too few are left."""
+    """Called with a replica that was lost during an evaluation; raises when too few are left."""
     num_requests: int = field(default=0, init=False)
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
@@ -112,7 +108,7 @@ class Evaluator:
         """
         left = None if on is None else list(on)
         async with within(self.timeout_s, "evaluation.timeout_s", "evaluation"):
-            num_shares = min(len(await self._replicas_of(left)), len(self.prompts))
+            num_shares = min(len(await self._usable_replicas(left)), len(self.prompts))
             shares = [self.prompts[index::num_shares] for index in range(num_shares)]
             asking = (self._ask(index, share, left) for index, share in enumerate(shares))
             answers = await asyncio.gather(*asking, return_exceptions=True)
@@ -129,7 +125,7 @@ class Evaluator:
             raise NoTokensError(f"the agent loop asked the policy for nothing in the whole evaluation{why}")
         return evaluation
 
-    async def _replicas_of(self, left: list[str] | None) -> list[str]:
+    async def _usable_replicas(self, left: list[str] | None) -> list[str]:
         if left is None:
             return await self.router.in_service()
         if not left:
@@ -139,13 +135,13 @@ class Evaluator:
     async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> list[EvaluatedPrompt]:
         """`left`: the pinned replicas that no share has lost."""
         while True:
-            replicas = await self._replicas_of(left)
+            replicas = await self._usable_replicas(left)
             replica = replicas[index % len(replicas)]
             attempt = self.num_requests  # no other call has this number
             self.num_requests += len(share) * self.num_samples
             try:
                 async with self.router.visit(replica):
-                    return await self.runner.evaluate(share, replica, self.sampling, self.num_samples, attempt=attempt)
+                    return await self.ask(share, replica, self.sampling, self.num_samples, attempt)
             except AgentWorkerLostError as error:
                 logger.warning("%d held-out prompts are asked again: %s", len(share), error)
             except ReplicaLostError as error:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 
 from rollout.errors import ReplicaLostError
 from rollout.evaluation.evaluator import Evaluation, Evaluator
@@ -28,10 +27,11 @@ class PinnedEvaluator:
     fleet: ReplicaFleet
     updating: asyncio.Lock
     """The checkpoint manager holds it while replicas change version."""
-    catch_up: Callable[[Collection[str], Callable[[], None]], Awaitable[object]]
-    """Brings replicas to the current weights and admits them. Calls the function when no other update is under way."""
+    catch_up: Callable[[Collection[str], Callable[[Collection[str]], None]], Awaitable[object]]
+    """Brings replicas to the current weights and admits them. Calls the function with them when no other update is
+    under way."""
     num_replicas: int
-    """evaluation.replicas"""
+    """The value of evaluation.replicas."""
     report: Callable[[str], None]
     """Called with a sentence when an evaluation starts again."""
 
@@ -52,7 +52,7 @@ class PinnedEvaluator:
                 self.report(f"evaluating again, on what is left: {error}")
                 continue
             # Pinned until then, they count as in service.
-            await self.catch_up(pinned, partial(self.fleet.unpin, pinned))
+            await self.catch_up(pinned, self.fleet.unpin)
             if len(evaluation.versions) > 1:
                 names = ", ".join(pinned)
                 raise MixedVersionsError(f"{names} were pinned and answered with versions {evaluation.versions}")

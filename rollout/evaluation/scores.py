@@ -11,19 +11,20 @@ RIGHT = 0.5
 
 
 def mean_accuracy(samples: Sequence[EvaluatedSample]) -> float:
-    """avg@k of one prompt."""
+    """Return avg@k of one prompt."""
     return fmean(sample.accuracy for sample in samples)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The probability that at least one of k samples is right, unbiased, from n >= k samples of which c are right:
-    1 - C(n - c, k) / C(n, k). Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1."""
+    """Return the probability that at least one of k samples is right, unbiased, from n >= k samples of which c are
+    right: 1 - C(n - c, k) / C(n, k). Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation
+    1."""
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
-    """maj@k of one prompt: the accuracy of the most frequent answer; of equally frequent ones, their mean. Samples
-    without an answer have no vote, and no vote at all is wrong. Wang et al. 2023, "Self-Consistency"."""
+    """Return maj@k of one prompt: the accuracy of the most frequent answer; of equally frequent ones, their mean.
+    Samples without an answer have no vote, and no vote at all is wrong. Wang et al. 2023, "Self-Consistency"."""
     votes: dict[str, list[float]] = {}
     for sample in samples:
         if sample.answer is not None:
@@ -35,8 +36,8 @@ def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
 
 
 def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n samples.
-    maj@n is left out where no sample has an answer: that reward reads none."""
+    """Return data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n
+    samples. maj@n is left out where no sample has an answer: that reward reads none."""
     by_source: dict[str, list[tuple[EvaluatedSample, ...]]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.data_source, []).append(prompt.samples)

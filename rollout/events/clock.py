@@ -1,4 +1,4 @@
-"""One clock for all processes: the driver's.
+"""Put the events of all processes on one clock, the driver's.
 
 The driver's clock is its machine's wall clock, read once, plus the seconds of its monotonic clock since: it never
 jumps. Every other process stamps its events with its own monotonic clock. The driver measures how far that is from its
@@ -12,11 +12,11 @@ import time
 from dataclasses import dataclass
 
 DRIFT = 1e-4
-"""Seconds per second by which two monotonic clocks may drift apart: twice what crystals in servers do."""
+"""The seconds per second by which two monotonic clocks may drift apart: twice what crystals in servers do."""
 
 
 class DriverClock:
-    """Seconds since the epoch, monotonic."""
+    """A monotonic clock that shows seconds since the epoch."""
 
     def __init__(self) -> None:
         self._offset = time.time() - time.monotonic()
@@ -31,9 +31,9 @@ class Offset:
 
     seconds: float
     error_s: float
-    """At most so far off when it was measured."""
+    """The largest error when it was measured."""
     measured: float
-    """When, on the driver's clock."""
+    """The time of the measurement, on the driver's clock."""
 
     def error_at(self, now: float) -> float:
         return self.error_s + DRIFT * (now - self.measured)
@@ -51,12 +51,15 @@ class RemoteClock:
     def __init__(self) -> None:
         self.offset: Offset | None = None
 
-    def measure(self, *, asked: float, remote: float, answered: float) -> bool:
-        """`asked`, `answered`: on the driver's clock. Returns whether this is the measurement that counts now."""
-        found = Offset((asked + answered) / 2 - remote, (answered - asked) / 2, answered)
-        if self.offset is not None and self.offset.error_at(answered) <= found.error_s:
+    def measure(self, *, sent_at: float, remote: float, answered: float) -> bool:
+        """Measure the offset of the process, and return whether this measurement counts from now on.
+
+        `asked` and `answered` are on the driver's clock, `remote` on that of the process.
+        """
+        offset = Offset((sent_at + answered) / 2 - remote, (answered - sent_at) / 2, answered)
+        if self.offset is not None and self.offset.error_at(answered) <= offset.error_s:
             return False
-        self.offset = found
+        self.offset = offset
         return True
 
     def to_driver(self, remote: float) -> float:

@@ -9,7 +9,7 @@ from rollout.events.log import EventBatch
 
 DRIVER = "driver"
 Write = Callable[[Sequence[Stamped]], None]
-"""Returns at once and raises nothing."""
+"""Takes events to write. It returns at once and raises nothing."""
 
 
 class DriverEvents:
@@ -18,9 +18,9 @@ class DriverEvents:
     Example:
         events = DriverEvents(writer.put)
         events.emit(UpdateStarted(global_steps=7))
-        asked = events.clock()
+        sent_at = events.clock()
         report = await replica.progress(known)
-        events.take("replica-0", report.events, asked)
+        events.take("replica-0", report.events, sent_at)
     """
 
     def __init__(
@@ -31,8 +31,11 @@ class DriverEvents:
         show: Callable[[str], None] = lambda text: None,
         is_on: bool = True,
     ):
-        """`show`: tells a person what a process has noticed. `is_on`: False takes no frequent events, and none of other
-        processes (trainer.events=false)."""
+        """Stamp events by a clock, and give them to a writer.
+
+        `show` tells a person what a process has noticed. With `is_on` false (trainer.events=false), frequent events and
+        those of other processes are ignored.
+        """
         self._write = write
         self._show = show
         self.clock = clock or DriverClock()
@@ -45,14 +48,14 @@ class DriverEvents:
         if self.is_on or not event.is_frequent:
             self._write([Stamped(self.clock(), DRIVER, event)])
 
-    def take(self, process: str, batch: EventBatch, asked: float) -> None:
-        """`asked`: when the question was sent whose answer has just come, on the driver's clock."""
+    def take(self, process: str, batch: EventBatch, sent_at: float) -> None:
+        """Take the events of another process. `asked` is when the question was sent whose answer has just come."""
         if not self.is_on:
             return
         answered = self.clock()
         clock = self._clocks.setdefault(process, RemoteClock())
         stamped: list[Stamped] = []
-        if clock.measure(asked=asked, remote=batch.now, answered=answered) and clock.offset is not None:
+        if clock.measure(sent_at=sent_at, remote=batch.now, answered=answered) and clock.offset is not None:
             measured = ClockMeasured(
                 process=process, offset_s=clock.offset.seconds, error_s=round(clock.offset.error_s, 6)
             )
@@ -76,13 +79,13 @@ class DriverEvents:
         return self._num_lost
 
     def begins_anew(self, process: str) -> None:
-        """Another process has the name from here on: its clock and its numbers are others."""
+        """Forget the clock and the numbers of a process: another one has its name from here on."""
         self._clocks.pop(process, None)
         self._next.pop(process, None)
 
 
 def reporting(events: DriverEvents, show: Callable[[str], None]) -> Report:
-    """Of a fleet: each of its events goes to the others, and its sentence to `show`."""
+    """Return a report of a fleet, which emits each of its events and gives its sentence to `show`."""
 
     def report(event: FleetEvent) -> None:
         show(event.text)
@@ -92,4 +95,4 @@ def reporting(events: DriverEvents, show: Callable[[str], None]) -> Report:
 
 
 NO_EVENTS = DriverEvents(lambda stamped: None, is_on=False)
-"""For whom nobody listens to."""
+"""The default of everything that takes events: it ignores all of them."""

@@ -1,4 +1,4 @@
-"""What an event is: something that happens in a run, a frozen dataclass. Events are the lines of events.jsonl.
+"""Events: something that happens in a run, as a frozen dataclass. They are the lines of events.jsonl.
 
 An event says what happened, its `Stamped` when and in which process. Where something begins and ends there are two
 kinds: a run that is killed leaves the first alone. The kinds are in `rollout.events.kinds`, the trainer's in
@@ -16,11 +16,11 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What all kinds have in common."""
+    """The base of all kinds."""
 
     is_frequent: ClassVar[bool] = False
-    """Whether there are many per trajectory or second. These are left out with trainer.events=false, and go first where
-    trainer.events_mb is used up."""
+    """True if there are many of the kind per trajectory or second. Such events are left out with trainer.events=false,
+    and are dropped first where the files of events grow too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Stamped:
     """An event with its place in time."""
 
     time: float
-    """Seconds since the epoch, on the driver's clock (`rollout.events.clock`)."""
+    """The time in seconds since the epoch, on the driver's clock (`rollout.events.clock`)."""
     who: str
     """The process: `driver`, or the name of a replica or an agent worker."""
     event: Event
@@ -39,12 +39,12 @@ Emit = Callable[[Event], None]
 
 
 def nobody(event: Event) -> None:
-    """An `Emit` of those whom nobody listens to."""
+    """Ignore the event: the default of everything that emits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfStep(Event):
-    """What happens to a step or a version. A resume from an earlier checkpoint supersedes it."""
+    """Something that happens to a step or a version. A resume from an earlier checkpoint supersedes it."""
 
     global_steps: int
 
@@ -55,12 +55,12 @@ def finite(number: float) -> float | None:
 
 
 def kind_name(kind: type[Event]) -> str:
-    """Example: `ReplicaFrozen` is "replica_frozen"."""
+    """Return the name of a kind in events.jsonl: that of `ReplicaFrozen` is "replica_frozen"."""
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in kind.__name__).lstrip("_")
 
 
 def kinds_in(names: Mapping[str, object], besides: Collection[type[Event]] = ()) -> dict[str, type[Event]]:
-    """The kinds among a module's names, each by its name in events.jsonl. `besides` are what kinds have in common."""
+    """Return the kinds among a module's names, by their names in events.jsonl, without the base classes `besides`."""
     return {
         kind_name(kind): kind
         for kind in list(names.values())

@@ -16,10 +16,22 @@ class EventsDropped(Event):
 
     count: int
     total: int
-    """Of this process of the run, this count included."""
+    """The number of events that this process of the run has dropped so far, this count included."""
     why: str
     """`queue` (the disk was too slow), `disk` (it was full), `process` (lost on the way from another process) or
-    `trainer.events_mb`."""
+    `size` (the files have grown too large)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStarted(Event):
+    """A process of the run, or another one in its place, is known to run."""
+
+    process: str
+    """Its name, as in logs/<name>.log, such as "trainer-0"."""
+    host: str
+    address: str
+    """The address by which other machines reach its machine."""
+    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +43,7 @@ class ClockMeasured(Event):
     offset_s: float
     """The driver's clock minus the monotonic clock of the process."""
     error_s: float
-    """At most so far off: half the round trip."""
+    """The largest error of the offset: half the round trip."""
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -73,7 +85,7 @@ class ScoringEnded(Event):
     replica: str | None
     """The teacher's that scored it; None where none did."""
     num_tokens: int
-    """That it read, prompts included."""
+    """The tokens that the teacher read, prompts included."""
     error: str | None
 
 
@@ -104,9 +116,9 @@ class GroupDiscarded(Event):
 
     ordinal: int
     reason: str
-    """As in `DiscardReason`."""
+    """The reason, as in `DiscardReason`."""
     file: str
-    """In the run folder: it has the group's trajectories."""
+    """The file in the run folder that has the group's trajectories."""
     global_steps: int
     """The step that was the next."""
 
@@ -116,11 +128,11 @@ class GroupDiscarded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfEpisode(Event):
-    """What all events of an episode have."""
+    """The base of all events of an episode."""
 
     is_frequent: ClassVar[bool] = True
     ordinal: int
-    """Of the prompt; of an evaluation, in the held-out set."""
+    """The ordinal of the prompt: in the stream or, of an evaluation, in the held-out set."""
     attempt: int
     episode: int
     """Place in the group."""
@@ -134,11 +146,11 @@ class EpisodeStarted(OfEpisode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnded(OfEpisode):
-    """It asks the policy for nothing more. Its reward is still to come."""
+    """The episode needs the policy no more. Its reward is still to come."""
 
     finish_reason: str
     num_tokens: int
-    """Of all its responses."""
+    """The tokens of all its responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +160,10 @@ class RewardStarted(OfEpisode):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardEnded(OfEpisode):
-    """The reward is there, the environment's too, which no `RewardStarted` precedes."""
+    """The reward of a response is known. An environment's own reward has no `RewardStarted` before it."""
 
     reward: float | None
-    """None where it is not finite."""
+    """The reward, or None if it is not finite."""
     error: str | None
 
 
@@ -182,22 +194,22 @@ class TurnStarted(OfEpisode):
     turn: int
     prompt_tokens: int
     known_tokens: int
-    """Of its response, sampled before elsewhere."""
+    """The tokens of its response that were sampled elsewhere before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnded(OfEpisode):
     turn: int
     num_tokens: int
-    """Of its response, those known before included."""
+    """The tokens of its response, those known before included."""
     cached_tokens: int
-    """Of its prompt, from the prefix cache."""
+    """The tokens of its prompt that came from the prefix cache."""
     finish_reason: str
     """`stop`, `length`, `abort`; `error` where there is no answer."""
     first_token_s: float | None
-    """Seconds from the start of the turn to its first token; None where the engine did not say."""
+    """The seconds from the start of the turn to its first token, or None if the engine did not say."""
     borders: tuple[tuple[int, int], ...]
-    """(token index, version): from this token of the response on, this version sampled."""
+    """Pairs of (token index, version): from this token of the response on, this version sampled."""
 
 
 # -- a replica and its updates -----------------------------------------------------------------------------------------
@@ -230,7 +242,7 @@ class ReplicaSwapped(OfStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaVerified(OfStep):
-    """All workers of the replica have the right version and checksum."""
+    """The workers of the replica all have the right version and checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,12 +250,12 @@ class ReplicaResumed(OfStep):
     """The update is over: requests go on, unless the weights are torn or a client has paused the replica."""
 
     error: str | None
-    """Why the replica does not serve that version."""
+    """The reason why the replica does not serve that version, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad(Event):
-    """How much the replica has to do now. Once a second, or every rollout.progress_interval_s if that is longer."""
+    """The load of a replica, once a second, or every rollout.progress_interval_s if that is longer."""
 
     is_frequent: ClassVar[bool] = True
     running: int
@@ -268,7 +280,7 @@ class FleetEventKind(Enum):
     STARTING = "starting"
     IN_SERVICE = "in service"
     OUT_OF_SERVICE = "out of service"
-    """It finishes its requests; the next update may bring it back."""
+    """The replica finishes its requests; the next update may bring it back."""
     DRAINING = "draining"
     LEFT = "left"
     """An operator removed it, or it has drained."""
@@ -285,7 +297,7 @@ class FleetEvent(Event):
 
     state: FleetEventKind
     replica: str | None
-    """None: all of them."""
+    """The name of the replica, or None for all of them."""
     text: str
     """A sentence for a person."""
 

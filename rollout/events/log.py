@@ -1,4 +1,4 @@
-"""Events on their way out of a process: agent workers and replicas keep them until the driver asks."""
+"""Keep the events of a process on their way out: agent workers and replicas hold them until the driver asks."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ MOST_KEPT = 50_000
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What a process hands over at once.
+    """The events that a process hands over at once.
 
     Example: EventBatch(first=120, now=8.5, times=(8.1, 8.4), events=(ReplicaHeld(...), ReplicaFrozen(...)))
     """
@@ -26,7 +26,7 @@ class EventBatch:
     now: float
     """The monotonic clock of the process when it answered."""
     times: tuple[float, ...]
-    """By the same clock, of each event."""
+    """The time of each event, by the same clock."""
     events: tuple[Event, ...]
 
 
@@ -40,7 +40,7 @@ class EventLog:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, is_on: bool = True):
-        """`is_on`: False takes nothing in (trainer.events=false)."""
+        """Keep events by a clock. With `is_on` false (trainer.events=false) all are ignored."""
         self._clock = clock
         self._is_on = is_on
         self._waiting: deque[tuple[float, Event]] = deque()
@@ -55,21 +55,21 @@ class EventLog:
         self._waiting.append((self._clock(), event))
 
     def take(self) -> EventBatch:
-        """What has come since the last call. An answer that is lost costs its events."""
+        """Return the events that have come since the last call. If the answer is lost, so are they."""
         waiting, self._waiting = self._waiting, deque()
         first, self._first = self._first, self._first + len(waiting)
         times = tuple(time for time, _ in waiting)
         return EventBatch(first, self._clock(), times, tuple(event for _, event in waiting))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is sent to another process leaves the events here, and those of there reach nobody."""
+        """Leave the events here when the log is sent to another process, and ignore those of that process."""
         return _silent, ()
 
 
 class Notices(logging.Handler):
     """Makes events of warnings, beside the log where they stand, so that the driver shows them to a person.
 
-    Example: logging.getLogger("rollout.search").addHandler(Notices(events))
+    Example: logging.getLogger("rollout.environments").addHandler(Notices(events))
     """
 
     def __init__(self, events: EventLog):
@@ -85,4 +85,4 @@ def _silent() -> EventLog:
 
 
 SILENT = _silent()
-"""For whom nobody listens to."""
+"""The default of every process: a log that ignores all events."""

@@ -5,15 +5,15 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
 
-from rollout.fleet.lifecycle import FleetRefusalError
 from rollout.fleet.operator import FleetOperator
 from rollout.http.control import answer_with
+from rollout.replica.lifecycle import FleetRefusalError
 
 MAX_ADDED = 1024
 
 
 def fleet_app(operator: FleetOperator) -> FastAPI:
-    """A refused change answers 409 with the reason, and changes nothing."""
+    """Return the routes. A refused change answers 409 with the reason, and changes nothing."""
     app = FastAPI(title="slipstream fleet")
 
     @app.get("/replicas")

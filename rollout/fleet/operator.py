@@ -8,9 +8,7 @@ from typing import Any
 
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.lifecycle import ENDED, FleetRefusalError, ReplicaState
-from rollout.fleet.member import FleetMember
+from rollout.replica.lifecycle import ENDED, FleetMember, FleetRefusalError, Replica, ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,7 @@ class ReplicaRow:
     node: str | None
     """None before its engine runs."""
     why: str | None
-    """Who paused it, or why it is not in service."""
+    """The client who paused it, or the reason why it is not in service."""
 
 
 @dataclass(kw_only=True)
@@ -39,22 +37,20 @@ class FleetOperator:
 
     fleet: ReplicaFleet
     control: FleetControl
-    health: HealthMonitor
     start: Callable[[str], Awaitable[FleetMember]]
     """Returns a replica whose engine runs and which every agent worker knows; cancelled, it leaves nothing behind."""
     catch_up: Callable[[Collection[str]], Awaitable[object]]
     """Brings replicas to the current weights and admits them."""
     drain_timeout_s: float
     """rollout.group_timeout_s, in which every group ends or fails."""
-    _starting: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Start replicas until cancelled. Raises TooFewReplicasError when replacements fail and too few are left."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
-                name = await self.fleet.wanted.get()
-                self._starting[name] = self._task(self._bring_up(name))
+                replica = self.fleet.replicas[await self.fleet.wanted.get()]
+                replica.starting = self._task(self._bring_up(replica))
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         if self._tasks is None:
@@ -62,22 +58,22 @@ class FleetOperator:
             raise RuntimeError("replicas come and go only while the run is training")
         return self._tasks.create_task(work)
 
-    async def _bring_up(self, name: str) -> None:
+    async def _bring_up(self, replica: Replica) -> None:
         """Start one replica. A failure counts as a loss: another one is tried, within rollout.max_replacements."""
+        name = replica.name
         error: BaseException = RuntimeError(f"{name} could not be brought to the current weights")
         try:
-            replica = await self.start(name)
-            if not self.fleet.register(replica):  # it was removed meanwhile
-                replica.kill()
+            handle = await self.start(name)
+            if not self.fleet.register(handle):  # it was removed meanwhile
+                handle.kill()
                 return
-            await self.control.align(replica)
+            await self.control.align(handle)
             await self.catch_up([name])
         except Exception as failure:
             error = failure
         finally:
-            self._starting.pop(name, None)
-        state = self.fleet.lives[name].state
-        if state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
+            replica.starting = None
+        if replica.state in (ReplicaState.STARTING, ReplicaState.SYNCING, ReplicaState.STALE):
             await self.fleet.lose(name, error)
         else:
             self.fleet.require_enough(error)
@@ -96,11 +92,12 @@ class FleetOperator:
 
     async def remove(self, name: str) -> None:
         """Return when the replica has ended."""
-        if name in self.fleet.lives and self.fleet.lives[name].state is ReplicaState.DEAD:
+        replica = self.fleet.replicas.get(name)
+        if replica is not None and replica.is_dead:
             raise FleetRefusalError(f"{name} cannot be removed: {ENDED}")
         await self.fleet.retire(name, "removed by the operator")
-        if name in self._starting and self.fleet.node_of(name) is None:
-            self._starting[name].cancel()
+        if replica is not None and replica.starting is not None and replica.handle is None:
+            replica.starting.cancel()
 
     async def _end_when_empty(self, name: str) -> None:
         why = "drained"
@@ -112,22 +109,23 @@ class FleetOperator:
         await self.fleet.retire(name, why)
 
     def rows(self) -> list[ReplicaRow]:
-        """All replicas that there have been."""
-        return [self._row(name) for name in self.fleet.lives]
+        """Return the rows of all replicas that there have been."""
+        return [self._row(replica) for replica in self.fleet.replicas.values()]
 
-    def _row(self, name: str) -> ReplicaRow:
-        life, report, speed = self.fleet.lives[name], self.health.last(name), self.health.speed(name, least_s=1.0)
-        state, why, pause = life.state.value, self.fleet.reasons.get(name), self.control.paused
-        if pause is not None and life.state is not ReplicaState.DEAD:
+    def _row(self, replica: Replica) -> ReplicaRow:
+        watch, pause = replica.watch, self.control.paused
+        speed = None if watch is None else watch.speed
+        state, why = replica.state.value, None if replica.reason is None else str(replica.reason)
+        if pause is not None and not replica.is_dead:
             since = datetime.fromtimestamp(pause.since, UTC)
-            state = "PAUSED" if life.state is ReplicaState.READY else state
+            state = "PAUSED" if replica.state is ReplicaState.READY else state
             why, speed = f"paused ({pause.mode.value}) by {pause.by} since {since:%Y-%m-%d %H:%M:%S} UTC", None
         return ReplicaRow(
-            name=name,
+            name=replica.name,
             state=state,
-            global_steps=life.global_steps,
-            running=0 if report is None else report.running,
+            global_steps=replica.version,
+            running=0 if watch is None else watch.running,
             tokens_per_s=0.0 if speed is None else round(speed.total, 1),
-            node=self.fleet.node_of(name),
+            node=replica.node,
             why=why,
         )

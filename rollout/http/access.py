@@ -1,10 +1,10 @@
-"""Who may call a server: by which name, from which web page, and with which token."""
+"""Access to a server: the names, web pages and tokens with which it may be called."""
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -14,21 +14,25 @@ from configs.serve import ServeConfig, host_names, is_loopback
 from rollout.http.answers import GENERATION, PROBES, error_answer
 from rollout.http.token import Token
 
+HOST = re.compile(r"(?:([\w.-]+)|\[([0-9a-f:.]+)\])(?::\d{0,5})?", re.ASCII | re.IGNORECASE)
+"""A host of a URL, with or without a port (RFC 9110, 7.2). Anything else may be read in several ways: as a host by one
+program, and by the next one as a path or a user."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may call the servers of one run.
+    """Decides who may call the servers of one run.
 
     A web page can send requests to loopback addresses, with an `Origin` of its own. With DNS rebinding it can even
     read the answers, and then `Host` has its name. So both must be names that the user knows, on every route.
     """
 
     token: Token | None
-    """None asks for none."""
+    """The server's token; None asks for none."""
     names: Collection[str]
-    """Host names that are allowed, in lower case."""
+    """The host names that are allowed, in lower case."""
     on_loopback: bool
-    """Then only loopback addresses are allowed as hosts; else any: no page can rebind an address."""
+    """True allows only loopback addresses as hosts. Elsewhere any address is allowed, since no page can rebind one."""
 
     @classmethod
     def of(cls, serve: ServeConfig, token: Token | None, *, on_loopback: bool) -> "Access":
@@ -36,22 +40,21 @@ class Access:
         return cls(token=token, names=names, on_loopback=on_loopback)
 
     def is_open(self, path: str) -> bool:
-        """Whether the route needs no token. Generation does when the user gave one, as with `vllm serve`."""
+        """Return whether the route needs no token. Generation needs one only if the user gave it, as with
+        `vllm serve`."""
         if self.token is None or path in PROBES:
             return True
-        return path in GENERATION and not self.token.is_given
+        return path in GENERATION and not self.token.is_configured
 
     def admits(self, path: str, headers: Headers) -> bool:
-        """Whether a request that comes from where it may has the token that its route needs."""
+        """Return whether a request has the token that its route needs."""
         return self.is_open(path) or self._has_token(headers)
 
     def knows(self, host: str) -> bool:
-        """Whether a client may call the server by this name or address, which may have a port."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
+        """Return whether a client may call the server by this name or address, which may have a port."""
+        if (match := HOST.fullmatch(host)) is None:
             return False
-        name = name.removesuffix(".")
+        name = (match[1] or match[2]).lower().removesuffix(".")
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -59,11 +62,13 @@ class Access:
         return is_loopback(name) or name in self.names or not self.on_loopback
 
     def refusal(self, scope: Scope) -> JSONResponse | None:
-        """A 401 or 403 for a request that is not allowed, which its path and its headers tell."""
+        """Return a 401 or 403 for a request that is not allowed, judged by its path and headers."""
         headers, path = Headers(scope=scope), scope["path"]
         known = "loopback names, serve.host and serve.allowed_hosts are"
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        if len(hosts) != 1 or not self.knows(hosts[0]):
+        if len(hosts) != 1 or not HOST.fullmatch(hosts[0]):
+            return error_answer(path, 400, f"Host {ascii(', '.join(hosts))}: a request has one, a name or an address")
+        if not self.knows(hosts[0]):
             return error_answer(path, 403, f"Host {ascii(', '.join(hosts))} is not allowed: {known}")
         for origin in origins:
             if not self.knows(origin.partition("://")[2]):
@@ -76,6 +81,6 @@ class Access:
 
     def _has_token(self, headers: Headers) -> bool:
         assert self.token is not None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # This takes as long for a good guess as for a bad one.
-        return hmac.compare_digest(given.strip().encode(), self.token.value.encode()) and scheme.lower() == "bearer"
+        scheme, _, value = headers.get("authorization", "").partition(" ")
+        # Comparing takes as long for a good guess as for a bad one, so that its time tells nothing about the token.
+        return hmac.compare_digest(value.strip().encode(), self.token.value.encode()) and scheme.lower() == "bearer"

@@ -7,15 +7,15 @@ from starlette.responses import JSONResponse
 GENERATION = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/v1/models": "GET"}
 """The routes that clients of OpenAI call, with their methods."""
 PROBES = frozenset({"/health", "/metrics", "/versions"})
-"""Routes that change nothing, so that probes and scrapers need no token."""
+"""The routes for probes and scrapers, which need no token because they change nothing."""
 ORDERS = frozenset(
     {"/pause", "/resume", "/is_paused", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/abort_requests"}
 )
 """The control routes."""
 SESSIONS = "/sessions"
-"""Below it lie the routes of each session, among them those that clients of OpenAI and Anthropic call."""
+"""The route below which those of each session lie, among them the ones that clients of OpenAI and Anthropic call."""
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
-"""How the routes end that clients of Anthropic call."""
+"""The ends of the routes that clients of Anthropic call."""
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -29,12 +29,12 @@ ANTHROPIC_TYPES = {
 def error_answer(
     path: str, status: int, message: str, code: str | None = None, param: str | None = None
 ) -> JSONResponse:
-    """In Anthropic's form on its routes, in OpenAI's on the other routes of generation and of sessions, in that of the
-    control routes elsewhere. `code`: what a program tells errors by, else the status. `param`: the field it is about.
-    """
+    """Return an error in the form of its route: Anthropic's on its own, OpenAI's on the other routes of generation and
+    sessions, and that of the control routes elsewhere. `code` is for programs, and the status by default; `param` is
+    the field that is wrong."""
     if path.endswith(ANTHROPIC):
         body = anthropic_error(status, message, code)
-    elif path in GENERATION or path == "/v1/responses" or f"{path}/".startswith(f"{SESSIONS}/"):
+    elif path in GENERATION or f"{path}/".startswith(("/v1/responses/", "/v1/models/", f"{SESSIONS}/")):
         body = openai_error(status, message, code, param)
     else:
         body = {"error": message}

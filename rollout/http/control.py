@@ -1,5 +1,6 @@
 """The control routes of vLLM and of FastDeploy over one replica or the whole fleet."""
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Protocol
@@ -7,40 +8,26 @@ from typing import Annotated, Any, Protocol
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from pydantic import AfterValidator, BaseModel
 
 from configs.schema import PauseMode
-from rollout.errors import FleetPauseError
-from rollout.replica.pause import PauseConflictError
+from rollout.errors import FleetPauseError, PauseConflictError
+from rollout.http.exposition import exposition, merge_engine
 from rollout.request_ids import ClientNames
 from weight_sync.protocol import ReplicaStatus
 
 PAUSE_TIMEOUT_S = 60.0
-"""Default of the `timeout_s` of a pause."""
-STATE = {
-    "global_steps": "Version of the weights that the replica serves",
-    "paused": "1 while a client keeps the replica paused",
-    "torn": "1 while an update that failed half-way has not been made whole",
-}
-COUNTERS = {
-    "running_requests": "Requests inside the engine",
-    "waiting_requests": "Requests that wait for a seat in the engine, or for a resume",
-    "engine_requests": "Requests given to the engine since the start",
-    "trajectories": "Trajectories of agent loops since the start",
-    "aborted": "Trajectories that were aborted since the start",
-    "busy_s": "Seconds with at least one request since the start",
-}
-"""The entries of RolloutReplica.stats that are exported."""
+"""The default of a pause's `timeout_s`."""
 STATUSES = {409: PauseConflictError, 504: TimeoutError}
-"""What a pause, a resume or an abort that failed is answered with; anything else is a 500."""
+"""The statuses of a pause, a resume or an abort that failed with one of these errors. Any other error is a 500."""
 
 
 class Controlled(Protocol):
-    """What the control routes act on: one replica, or the fleet."""
+    """One replica or the whole fleet, on which the control routes act."""
 
     async def pause(self, mode: PauseMode, clear_cache: bool, timeout_s: float, by: str) -> None:
-        """`by`: who orders it, for logs and events."""
+        """Pause generation. `by` names the client, for logs and events."""
         ...
 
     async def resume(self, by: str) -> object: ...
@@ -53,8 +40,12 @@ class Controlled(Protocol):
 
     async def stats(self) -> dict[str, dict[str, float]]: ...
 
+    async def engine_metrics(self) -> dict[str, str]:
+        """Return what each replica's engine exports for Prometheus, by the name of the replica."""
+        ...
+
     async def out_of_service(self) -> str | None:
-        """Why it cannot serve; None when it can."""
+        """Return why it cannot serve; None when it can."""
         ...
 
 
@@ -68,11 +59,17 @@ class AbortRequests(BaseModel):
     abort_all: bool = False
 
 
-def control_app(controlled: Controlled, with_engine_metrics: bool) -> FastAPI:
+def no_metrics() -> Mapping[str, float]:
+    """Return no metrics: those of something that trains nothing."""
+    return {}
+
+
+def control_app(controlled: Controlled, run_metrics: Callable[[], Mapping[str, float]] = no_metrics) -> FastAPI:
+    """Return the control routes. `run_metrics` returns the latest metrics of the run, for /metrics."""
     app = FastAPI(title="slipstream")
     _add_vllm_routes(app, controlled)
     _add_fastdeploy_routes(app, controlled)
-    _add_state_routes(app, controlled, with_engine_metrics)
+    _add_state_routes(app, controlled, run_metrics)
     for status, error in STATUSES.items():
         app.add_exception_handler(error, answer_with(status))
     app.add_exception_handler(FleetPauseError, _fleet_error)
@@ -88,7 +85,7 @@ def answer_with(status: int) -> Callable[[Request, Exception], Awaitable[Respons
 
 
 def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
-    """As vLLM's, but `clear_cache` is false unless given, because the prefix cache is salted with the version."""
+    """Add vLLM's routes. `clear_cache` is false by default, because the prefix cache is salted with the version."""
 
     @app.post("/pause")
     async def pause(
@@ -111,7 +108,7 @@ def _add_vllm_routes(app: FastAPI, controlled: Controlled) -> None:
 
 
 def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
-    """As FastDeploy's: its pause aborts."""
+    """Add FastDeploy's routes, whose pause aborts."""
 
     @app.post("/v1/pause")
     async def pause(request: Request) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
 
     @app.post("/v1/abort_requests")
     async def abort_requests(body: AbortRequests) -> dict[str, Any]:
-        """A request is named by the id of its response, or by the X-Request-Id that its client sent."""
+        """Abort requests, named by the ids of their responses or by the X-Request-Id that clients sent."""
         if not body.abort_all and not body.req_ids:
             raise HTTPException(400, "must provide abort_all=true or req_ids")
         ended = await controlled.abort(None if body.abort_all else body.req_ids)
@@ -145,7 +142,7 @@ def _add_fastdeploy_routes(app: FastAPI, controlled: Controlled) -> None:
         )
 
 
-def _add_state_routes(app: FastAPI, controlled: Controlled, with_engine_metrics: bool) -> None:
+def _add_state_routes(app: FastAPI, controlled: Controlled, run_metrics: Callable[[], Mapping[str, float]]) -> None:
 
     @app.get("/health")
     async def health() -> Response:
@@ -158,12 +155,19 @@ def _add_state_routes(app: FastAPI, controlled: Controlled, with_engine_metrics:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = exposition(await controlled.statuses(), await controlled.stats(), with_engine_metrics)
+        statuses, stats, engines = await asyncio.gather(
+            controlled.statuses(), controlled.stats(), controlled.engine_metrics()
+        )
+        families: dict[str, Metric] = {}
+        for replica, exported in engines.items():
+            merge_engine(families, replica, exported)
+            await asyncio.sleep(0)  # some milliseconds each, and the loop has a run to drive
+        text = exposition(statuses, stats, families.values(), run_metrics())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def caller(request: Request) -> str:
-    """Address and program of a client. Example: "127.0.0.1:40312 (curl/8.5.0)" """
+    """Return the address and the program of a client. Example: "127.0.0.1:40312 (curl/8.5.0)" """
     where = "a local process" if request.client is None else f"{request.client.host}:{request.client.port}"
     program = re.sub(r"[^\x20-\x7e]", "?", request.headers.get("user-agent", ""))[:60]  # it reaches a terminal
     return f"{where} ({program})" if program else where
@@ -174,7 +178,7 @@ def _success(result: Any) -> dict[str, Any]:
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
-    """Says what is wrong and where. What was given is not repeated: it may be bytes, NaN or half a character."""
+    """Answer what is wrong and where. The value is not repeated, since it may be bytes, NaN or half a character."""
     assert isinstance(error, RequestValidationError)
     problems = (f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
     return JSONResponse({"error": "; ".join(problems)}, status_code=422)
@@ -184,21 +188,6 @@ async def _fleet_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, FleetPauseError)
     reasons = {name: str(reason).partition("\n")[0] or repr(reason) for name, reason in error.errors.items()}
     message = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # The status that a single replica would answer with, if all that failed agree.
+    # The status that a single replica would answer with, if all replicas that failed agree.
     agreed = (status for status, kind in STATUSES.items() if all(isinstance(e, kind) for e in error.errors.values()))
     return JSONResponse({"error": message, "replicas": reasons}, status_code=next(agreed, 500))
-
-
-def exposition(statuses: Sequence[ReplicaStatus], stats: Mapping[str, Mapping[str, float]], with_engine: bool) -> bytes:
-    """Prometheus text. `with_engine`: also what the engine in this process exports."""
-    registry, labels = CollectorRegistry(), ["replica"]
-    texts = STATE | COUNTERS
-    gauges = {name: Gauge(f"slipstream_{name}", texts[name], labels, registry=registry) for name in texts}
-    for status in statuses:
-        gauges["global_steps"].labels(status.name).set(status.global_steps)
-        gauges["paused"].labels(status.name).set(status.pause_mode is not None)
-        gauges["torn"].labels(status.name).set(status.torn)
-    for replica, counters in stats.items():
-        for name in COUNTERS:
-            gauges[name].labels(replica).set(counters[name])
-    return generate_latest(registry) + (generate_latest(REGISTRY) if with_engine else b"")

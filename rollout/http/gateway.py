@@ -1,7 +1,7 @@
 """One address for all replicas: control routes act on the fleet, generation goes to the least loaded replica."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -12,27 +12,30 @@ from starlette.types import Receive, Scope, Send
 from configs.runtime.deadline import within
 from rollout.errors import NoReplicaLeftError
 from rollout.http.answers import GENERATION, error_answer
-from rollout.http.control import Controlled, control_app
+from rollout.http.control import Controlled, control_app, no_metrics
 from rollout.http.token import Token
 from rollout.router import ReplicaRouter
 
-# Headers that belong to one connection and not to the request (RFC 9110, 7.6.1), or are set anew for the next one.
+# Headers that belong to one connection and not to the request (RFC 9110, 7.6.1), or are set anew for the next hop.
 NOT_PASSED_ON = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"host"}
 # The gateway has judged the origin; a replica, which listens elsewhere, knows other names.
 NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-authorization", b"origin"}
 
 
-def gateway_app(controlled: Controlled, proxy: "Proxy | None") -> FastAPI:
-    """`proxy`: None leaves only the control routes."""
-    app = control_app(controlled, with_engine_metrics=False)
+def gateway_app(
+    controlled: Controlled, proxy: "Proxy | None", run_metrics: Callable[[], Mapping[str, float]] = no_metrics
+) -> FastAPI:
+    """Return the app of the gateway. Without a `proxy` it has only the control routes. `run_metrics` returns the latest
+    metrics of the run, for /metrics."""
+    app = control_app(controlled, run_metrics)
     for path, method in GENERATION.items() if proxy is not None else ():
         app.add_route(path, proxy, methods=[method])  # pyright: ignore[reportArgumentType]
     return app
 
 
 def upstream_client(token: Token | None, route_timeout_s: float) -> httpx.AsyncClient:
-    """The client that connects to the replicas. Answers have no deadline: a frozen request may last for as long as its
-    client stays."""
+    """Return the client that connects to the replicas. Answers have no deadline: a frozen request may last for as long
+    as its client stays."""
     headers = {"accept-encoding": "identity"} | ({} if token is None else {"authorization": f"Bearer {token.value}"})
     return httpx.AsyncClient(
         headers=headers,
@@ -49,9 +52,9 @@ class Proxy:
     client: httpx.AsyncClient
     router: ReplicaRouter
     urls: Mapping[str, str]
-    """Replica -> URL."""
+    """The URLs of replicas, by name."""
     route_timeout_s: float
-    """serve.route_timeout_s"""
+    """The value of serve.route_timeout_s."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -82,7 +85,9 @@ class Proxy:
             self.router.release(name, 1)
 
     async def _relay_to(self, name: str, request: Request, body: bytes, send: Send) -> None:
-        url = httpx.URL(self.urls[name]).copy_with(path=request.url.path, query=request.url.query.encode())
+        # From the request line: starlette builds `request.url` from the Host header, too, which a client chooses.
+        path, query = request.scope["path"], request.scope["query_string"]
+        url = httpx.URL(self.urls[name]).copy_with(path=path, query=query)
         headers = [(key, value) for key, value in request.headers.raw if key not in NOT_PASSED_UP]
         started = False
         try:
@@ -105,4 +110,4 @@ async def _client_leaves(receive: Receive) -> None:
 
 
 async def _answer(request: Request, send: Send, status: int, message: str) -> None:
-    await error_answer(request.url.path, status, message)(request.scope, request.receive, send)
+    await error_answer(request.scope["path"], status, message)(request.scope, request.receive, send)

@@ -33,8 +33,8 @@ async def generate_in_parts(
 
 
 def _part(request: GenerationRequest, before: Completion | None, sent: int) -> GenerationRequest:
-    """What is left to sample, as a request of its own, with a seed of its own: with the old one, its first tokens
-    would be sampled with the random numbers of the whole's first tokens."""
+    """Return what is left to sample, as a request with a name and a seed of its own: with the old seed, its first
+    tokens would be sampled with the random numbers of the whole's first tokens."""
     name = replace(request.request_id, part=sent)
     part = replace(request, request_id=name, partial=None, is_continuation=sent > 0, num_observed=None)
     if before is None or before.num_tokens == 0:
@@ -46,4 +46,5 @@ def _part(request: GenerationRequest, before: Completion | None, sent: int) -> G
         sampling=replace(sampling, max_tokens=sampling.max_tokens - before.num_tokens),
         is_continuation=True,
         num_sampled=before.num_tokens,
+        num_routed=request.num_routed if before.routes is None else len(request.prompt_ids) + before.num_tokens - 1,
     )

@@ -1,4 +1,4 @@
-"""What pause, resume and abort mean for one engine, and how they combine with updates of its weights."""
+"""Pauses, resumes and aborts one engine, and combines this with the updates of its weights."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from configs.runtime.deadline import within
 from configs.schema import PauseMode
 from rollout.engines.base import Engine
-
-
-class PauseConflictError(RuntimeError):
-    """A pause or resume that the present state or another order does not allow. The message says which."""
-
+from rollout.errors import PauseConflictError
 
 TORN = "the weights are torn"
 
@@ -61,8 +57,9 @@ class PauseControl:
 
     @property
     def paused(self) -> bool:
-        """No token is sampled until a client resumes or an update is whole."""
-        return self.mode is not None or self.torn
+        """True from the order of a pause on until a client resumes, and while an update has left the weights torn: new
+        requests wait. During a pause in mode `wait` those that run are sampled to their end, as in vLLM."""
+        return self.mode is not None or self.torn or bool(self._waits)
 
     async def pause(self, mode: PauseMode, clear_cache: bool = False) -> None:
         """Returns when the pause is complete: nothing more is sampled, and what was has been handed out. When it fails
@@ -147,7 +144,7 @@ class PauseControl:
         before_abort: Callable[[list[str]], None] | None,
         on_held: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[UpdateWindow]:
-        """The engine is frozen inside the window, and afterwards as before, unless the window is left torn.
+        """Keep the engine frozen inside the window. Afterwards it is as before, unless the window is left torn.
         `before_abort`: called with the names of the running requests, which are then aborted; None keeps them.
         `on_held`: called when no new request gets in any more."""
         async with self._turn:

@@ -1,4 +1,4 @@
-"""What a replica has to report of its requests."""
+"""Keeps what a replica has to report of its requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class _Entry:
     part: RequestId
     """The name that the engine knows the request by now."""
     before: Completion
-    """What was sampled before that part."""
+    """The tokens that were sampled before that part."""
     observed: IntArray | None
     final: Completion | None = None
     is_lost: bool = False
@@ -41,12 +41,16 @@ class ProgressLog:
         self._entries[request.request_id] = _Entry(checksum, request.request_id, before, request.observed)
 
     def begin_part(self, part: RequestId, before: Completion | None) -> None:
-        """The engine gets another part of a request, of which `before` has been sampled."""
+        """Note that the engine gets another part of a request, of which `before` has been sampled."""
         entry = self._entries[part.whole]
         entry.part, entry.before = part, before or EMPTY
 
     def current_part(self, request_id: RequestId) -> RequestId:
         return self._entries[request_id].part if request_id in self._entries else request_id
+
+    def under_way(self) -> list[RequestId]:
+        """Return the requests that have not ended."""
+        return [request_id for request_id, entry in self._entries.items() if entry.final is None]
 
     def end(self, request_id: RequestId, final: Completion | None) -> None:
         """`final`: None for a request that failed, of which nothing more is reported."""
@@ -55,12 +59,12 @@ class ProgressLog:
             del self._entries[request_id]
 
     def lose(self, request_id: RequestId, sampled: Completion) -> None:
-        """The engine died with `sampled` of the current part."""
+        """Note that the engine died when it had sampled `sampled` of the current part."""
         entry = self._entries[request_id]
         entry.final, entry.is_lost = Completion.concatenate([entry.before, sampled]), True
 
     def known_parts(self, known: Mapping[RequestId, int]) -> dict[RequestId, int]:
-        """`known` (request -> number of its tokens that the driver has), for the parts that the engine has."""
+        """Return `known` (request -> number of its tokens that the driver has) for the parts that the engine has."""
         self._is_read = True
         return {
             entry.part: max(0, known.get(request_id, 0) - entry.before.num_tokens)

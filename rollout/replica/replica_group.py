@@ -1,40 +1,36 @@
 """Replicas in Ray actors: where they are placed, and how the driver calls them."""
 
 import asyncio
-import os
-import socket
 from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
 from types import CoroutineType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.runtime.carried import as_raised, carries_errors
-from configs.runtime.collector import keep_what_is_loaded
 from configs.runtime.environment import QUIET_NCCL
+from configs.runtime.network import own_address
 from configs.schema import WeightSyncConfig
-from configs.serve import ServeConfig
-from rollout.actor_group import ENV, ReplicaClient
+from rollout.actors.carried import as_raised, carries_errors
+from rollout.actors.collector import keep_what_is_loaded
+from rollout.actors.place import Place, own_place
+from rollout.actors.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
+from rollout.actors.supervisor import ENV
 from rollout.engines.base import EngineSpec
 from rollout.events.log import EventLog
-from rollout.replica.processes import end_descendants_with_this, is_stopped, kill_processes, process_tree
+from rollout.replica.client import ReplicaClient
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
-from rollout.sampled import new_record
+from rollout.sampled_tokens import new_record
 from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import Manifest
 
-if TYPE_CHECKING:
-    from rollout.http.access import Access
-
 P = ParamSpec("P")
 R = TypeVar("R")
-LOOPBACK = "127.0.0.1"
 
 # Two replicas and a trainer share a laptop's two cores: vLLM's own binding would put all of them on the same core.
 CPU_ENV = {
@@ -43,6 +39,8 @@ CPU_ENV = {
     "NUMBA_NUM_THREADS": "1",  # which drafts n-grams, and sets the number of OpenMP's threads to its own
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+# A process that has only asked whether there is a GPU has initialized the driver: forked from it, no engine finds one.
+GPU_ENV = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
@@ -54,13 +52,18 @@ to 20 ms. To be cleared before the cluster ends."""
 def to_actor(
     method: Callable[Concatenate[RolloutReplica, P], Coroutine[Any, Any, R]],
 ) -> "Callable[Concatenate[ReplicaHandle, P], CoroutineType[Any, Any, R]]":
-    """Makes a method of `ReplicaHandle` that calls this one of the replica in its actor."""
+    """Make a method of `ReplicaHandle` that calls this method of the replica in its actor."""
 
     async def call(self: "ReplicaHandle", *args: P.args, **kwargs: P.kwargs) -> R:
         positional = [manifest_ref(arg) if isinstance(arg, Manifest) else arg for arg in args]
         return await as_raised(self.actor.control.remote(method, *positional, **kwargs), self.name)
 
     return wraps(method)(call)
+
+
+StartServer = Callable[[RolloutReplica, Any, str], "tuple[str, asyncio.Task[None]]"]
+"""Starts a server of the room above (`ReplicaServer.start`), which an actor is handed: only one that serves imports
+FastAPI."""
 
 
 class ReplicaActor:
@@ -87,29 +90,24 @@ class ReplicaActor:
         keep_what_is_loaded()  # to walk vLLM again and again took a third of this event loop's time
         return self._replica.num_workers
 
-    async def place(self) -> tuple[str, str, int]:
-        """Returns id and name of the node that the actor was placed on, and the actor's pid."""
-        return ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid()
+    async def place(self) -> Place:
+        return own_place()
 
     @carries_errors
-    async def serve(self, limits: ServeConfig, access: "Access", chat_template: str | None) -> str:
+    async def serve(self, start: StartServer, chat_template: str | None) -> str:
         """Start an HTTP server on the engine's loop. Returns its URL."""
-        from rollout.http.server import listen, serve, url_of  # FastAPI, which no other process that imports this needs
-        from rollout.replica.app import replica_app
-
-        listener = listen(LOOPBACK if access.on_loopback else ray.util.get_node_ip_address(), port=0)
-        app = replica_app(self._replica, await self._engine.openai_app(chat_template))
-        self._server = asyncio.create_task(serve(app, listener, limits, access))
-        return url_of(listener)
+        openai_app = await self._engine.openai_app(chat_template)
+        url, self._server = start(self._replica, openai_app, own_address())
+        return url
 
     @carries_errors
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Callers use `ReplicaClient.generate_group`."""
+        """Generate; callers use `ReplicaClient.generate_group`."""
         return await self._replica.generate_group(requests)
 
     @carries_errors
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Callers use `ReplicaClient.score`."""
+        """Score; callers use `ReplicaClient.score`."""
         return await self._replica.score(sequences)
 
     @ray.method(concurrency_group="control")
@@ -131,27 +129,34 @@ class ReplicaHandle:
         self._group = group
         self.client = ReplicaClient(name, actor)
         self.num_workers = 0
-        """Known after `start`."""
-        self.node = ""
-        """Known after `placed`."""
-        self._node_id = ""
+        """The number of the engine's workers; 0 until `start` has returned."""
+        self.place: Place | None = None
+        """The machine that runs it; None until `placed` has returned."""
         self._processes: list[psutil.Process] = []
-        """The actor's and, after `start`, the engine's; none where they run on another node."""
+        """The actor's process and, after `start`, the engine's; none where they run on another node."""
 
     async def placed(self) -> None:
         """Returns when Ray has found room for the actor and its process runs: maybe only when a node joins."""
-        self._node_id, self.node, pid = await self.actor.place.remote()
-        if self._node_id == ray.get_runtime_context().get_node_id():
-            self._processes = process_tree(pid)
+        place: Place = await self.actor.place.remote()
+        self.place = place
+        if place.node_id == ray.get_runtime_context().get_node_id():
+            self._processes = process_tree(place.pid)
+
+    @property
+    def node(self) -> str:
+        """The name of its machine, empty before `placed`."""
+        return "" if self.place is None else self.place.host
 
     async def start(self, spec: EngineSpec, config: WeightSyncConfig) -> None:
         await self.placed()
         self.num_workers = await as_raised(self.actor.start.remote(spec, config), self.name)
         self._processes = self._processes and process_tree(self._processes[0].pid)
 
-    async def serve(self, limits: ServeConfig, access: "Access", chat_template: str | None) -> str:
-        return await as_raised(self.actor.serve.remote(limits, access, chat_template), self.name)
+    async def serve(self, start: StartServer, chat_template: str | None) -> str:
+        return await as_raised(self.actor.serve.remote(start, chat_template), self.name)
 
+    sample = to_actor(RolloutReplica.sample)
+    require_updatable = to_actor(RolloutReplica.require_updatable)
     tag_loaded = to_actor(RolloutReplica.tag_loaded)
     start_over = to_actor(RolloutReplica.start_over)
     pause = to_actor(RolloutReplica.pause)
@@ -163,6 +168,7 @@ class ReplicaHandle:
     receive = to_actor(RolloutReplica.receive)
     progress = to_actor(RolloutReplica.progress)
     stats = to_actor(RolloutReplica.stats)
+    engine_metrics = to_actor(RolloutReplica.engine_metrics)
     wait_dead = to_actor(RolloutReplica.wait_dead)
 
     def kill(self) -> None:
@@ -177,9 +183,9 @@ class ReplicaHandle:
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
-    """The environment of an actor and of its engine's processes."""
+    """Return the environment of an actor and of its engine's processes."""
     if spec.device != "cpu":
-        return ENV | QUIET_NCCL
+        return ENV | QUIET_NCCL | GPU_ENV
     return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
 
 

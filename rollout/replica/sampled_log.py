@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout.progress import prompt_checksum
 from rollout.request_ids import RequestId
-from rollout.sampled import MAGIC, encoded
+from rollout.sampled_tokens import MAGIC, encoded
 from rollout.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class _Part:
     prompt_checksum: int
     start: int
-    """How many tokens of the answer came before this part."""
+    """The number of tokens of the answer that came before this part."""
     written: int = 0
 
 
@@ -45,7 +45,7 @@ class SampledLog:
             self._append(MAGIC)
 
     def begin(self, part: GenerationRequest) -> None:
-        """The engine gets a part of a request. What evaluations sample is not trained and not recorded."""
+        """Note that the engine gets a part of a request. What evaluations sample is not trained and not recorded."""
         if not part.request_id.is_evaluation:
             length = len(part.prompt_ids) - part.num_sampled
             self._parts[part.request_id] = _Part(prompt_checksum(part.prompt_ids[:length]), part.num_sampled)
@@ -64,7 +64,7 @@ class SampledLog:
             del self._parts[name]
 
     def _piece(self, name: RequestId, tokens: Completion, known: int) -> bytes:
-        """Those tokens that are not in the file yet. Tokens [0, known) of the part are not in `tokens`."""
+        """Return the tokens that are not in the file yet. Tokens [0, known) of the part are not in `tokens`."""
         part, end = self._parts[name], known + tokens.num_tokens
         if known > part.written or end <= part.written:  # the first: someone knows of a file that was lost
             return b""
@@ -72,7 +72,8 @@ class SampledLog:
         return encoded(name, part.prompt_checksum, part.start + start, tokens.after(start - known))
 
     def _append(self, data: bytes) -> None:
-        """A disk that fails costs the record, not the rollouts: the audit then finds the tokens without one."""
+        """Append to the file. A disk that fails costs the record, not the rollouts: the audit then finds tokens without
+        one."""
         try:
             written = os.write(self._file, data)
             if written < len(data):

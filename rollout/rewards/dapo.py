@@ -2,7 +2,8 @@
 
 Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). The answer rule is
 verl's `math_dapo`: answer and reference are normalized as in Minerva (Lewkowycz et al. 2022, appendix D.1) and compared
-as text.
+as text. So `Answer: 34.`, `**Answer:** 34`, `Answer: \\(34\\)` and `Answer: 34.0` are not 34, here as there: scores can
+be compared with published ones. The box of a response without `Answer:` is read here only.
 """
 
 import re
@@ -11,23 +12,31 @@ from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
 TAIL_CHARS = 300
-"""`Answer:` is searched in this many characters at the end. The longest answer of MATH-500 has 159."""
+"""The search for `Answer:` covers this many characters at the end. The longest answer of MATH-500 has 159."""
 BOXED_TAIL_CHARS = 100
-"""A response without `Answer:` is searched for `\\boxed{}` in this many characters at the end."""
+"""The search for `\\boxed{}` or `\\fbox{}`, in a response without `Answer:`, covers this many characters at the end."""
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-BOXED = "\\boxed{"
+BOXED = re.compile(r"\\(?:boxed|fbox)\{")
 
 _UNITS = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "sue", "points", "feet"),
-    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
-    *("childrentickets", "multiples"),
-)
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples",
+)  # fmt: skip
 _MARKS = ("\\ldots", "\\dots", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"')
 _EMPTY_TEXTS = ("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}")
 _DELETED = re.compile("|".join(map(re.escape, (*_UNITS, *_MARKS))))
 _REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
-    *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
 )
 
 
@@ -74,8 +83,8 @@ def normalize(answer: str) -> str:
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
-    """Penalty to add to the reward (eq. 13, where factor is 1): 0 up to `max_tokens - buffer_tokens`, then linear down
-    to -factor at `max_tokens`. buffer_tokens=0 turns it off.
+    """Return the penalty to add to the reward (eq. 13, where factor is 1): 0 up to `max_tokens - buffer_tokens`, then
+    linear down to -factor at `max_tokens`. buffer_tokens=0 turns it off.
 
     Example: overlong_penalty(90, 100, 20, 1.0) == -0.5
     """
@@ -87,12 +96,12 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, facto
 
 def _last_boxed(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}`, None if its braces do not balance."""
-    start = text.rfind(BOXED)
-    if start < 0:
+    starts = [box.end() for box in BOXED.finditer(text)]
+    if not starts:
         return None
     depth = 1
-    for place in range(start + len(BOXED), len(text)):
+    for place in range(starts[-1], len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return text[start + len(BOXED) : place]
+            return text[starts[-1] : place]
     return None

@@ -1,7 +1,8 @@
 """GSM8K's rewards: 1 for the right number at the end of the response, else 0.
 
-The rules are verl's, with these differences. verl compares text; here `18.`, `18.00`, `$18`, `####18` and a reference
-with commas count, too. And where verl's flexible rule reads `10-3` as -3, the minus is an operator here.
+The rules are verl's, with these differences. verl compares text; here the number counts however it is written: `18.`,
+`18.00`, `$18`, `-$18`, `+18`, `####18`, `#### **18**`, `#### \\boxed{18}`, and a reference with commas. And where
+verl's flexible rule reads `10-3` as -3, the minus is an operator here.
 """
 
 import re
@@ -9,21 +10,39 @@ import re
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
+BEGIN, END = "<answer>", "</answer>"
+
+
+def tagged_answer(text: str) -> str:
+    """Return what is between the last <answer> and </answer>, or the whole text where there is no such pair, without
+    the space around it.
+
+    Example: tagged_answer("<answer>Paris</answer> or <answer> Lyon </answer>.") == "Lyon"
+    """
+    before, end, _ = text.rpartition(END)
+    _, begin, answer = before.rpartition(BEGIN)
+    return (answer if begin and end else text).strip()
+
+
 NUMBER = r"(?:[0-9][0-9,]*(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
-MARKED_NUMBER = re.compile(rf"####\s*\$?(-?{NUMBER})")
-ANY_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])-)?{NUMBER}")
-"""Whatever stands around it. In "12-3" and "x-3" the minus is an operator."""
+MINUS = "\\-\N{MINUS SIGN}"
+MARKUP = r"(?:[\s*_`]|\\(?:boxed|fbox)\{|\\[(\[]|\\?\$)*"
+"""The markup that may begin a marked number: bold, a box, mathematics, a dollar sign."""
+MARKED_NUMBER = re.compile(rf"####{MARKUP}([+{MINUS}]?\\?\$?{NUMBER})")
+ANY_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z])[{MINUS}]\\?\$?)?{NUMBER}")
+"""A number, whatever stands around it. In "12-3" and "x-3" the minus is an operator."""
 TAIL_CHARS = 300
-"""Only the end of the response is searched: `####` early in a long response is not the answer."""
+"""The part at the end of the response that is searched: `####` early in a long response is not the answer."""
 
 
 def gsm8k(prompt: Prompt, text: str) -> RewardResult:
-    """Strict form: the answer must follow `####`. Commas, a dollar sign and trailing zeros are ignored."""
+    """Score the strict form: the answer must follow `####`. Commas, a dollar sign, markup and trailing zeros are
+    ignored."""
     return _score(prompt, MARKED_NUMBER.findall(text[-TAIL_CHARS:]))
 
 
 def gsm8k_flexible(prompt: Prompt, text: str) -> RewardResult:
-    """Flexible form: the last number is the answer, marked or not."""
+    """Score the flexible form: the last number is the answer, marked or not."""
     return _score(prompt, ANY_NUMBER.findall(text[-TAIL_CHARS:]))
 
 
@@ -36,6 +55,6 @@ def _score(prompt: Prompt, numbers: list[str]) -> RewardResult:
 
 
 def _canonical(number: str) -> str:
-    digits = number.replace(",", "").replace("$", "").strip()
+    digits = re.sub(r"[,$\\]", "", number).strip().removeprefix("+").replace("\N{MINUS SIGN}", "-")
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
     return re.sub(r"^(-?)\.", r"\g<1>0.", digits)

@@ -1,17 +1,18 @@
-"""What a reward did becomes a result that can be recorded: numbers are floats, texts are UTF-8, failures are text."""
+"""Makes a result that can be recorded of whatever a reward did: numbers are floats, texts are UTF-8, failures are
+text."""
 
 import logging
 import math
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, SupportsFloat
 
 from rollout.rewards.base import RewardResult
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 2000
-"""What the code of a model raises can have any length."""
+"""The longest text of an error: what the code of a model raises can have any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +22,35 @@ class Raised:
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of a reward, bound to what it was called with."""
+
+    read: int
+    """The `read_checksum` of prompt and text."""
+    outcome: object
+
+
 def settled(where: str, outcome: object) -> RewardResult:
     """Return the result of what a reward returned, or of what it `Raised`.
 
     What went wrong is the result's `error`, and is logged with `where`. Nothing that a reward returns makes this raise.
     """
+    if isinstance(outcome, Answer):
+        return replace(settled(where, outcome.outcome), read=outcome.read)
     try:
         if isinstance(outcome, Raised):
             raise outcome.error
-        result = outcome if isinstance(outcome, RewardResult) else RewardResult(reward=_finite("a reward", outcome))
+        result = (
+            outcome if isinstance(outcome, RewardResult) else RewardResult(reward=finite_number("a reward", outcome))
+        )
         return RewardResult(
-            reward=_finite("a reward", result.reward),
-            accuracy=None if result.accuracy is None else _finite("an accuracy", result.accuracy),
+            reward=finite_number("a reward", result.reward),
+            accuracy=None if result.accuracy is None else finite_number("an accuracy", result.accuracy),
             answer=None if result.answer is None else _text("an answer", result.answer),
             metrics=checked_metrics(result.metrics),
             error=None if result.error is None else _error(result.error),
+            read=result.read,
         )
     except BaseException as error:
         stack = "".join(traceback.format_exception(error))
@@ -60,11 +75,14 @@ def _error(error: object) -> str:
 def checked_metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
     """Return the metrics as floats by text. Raises TypeError and ValueError, which name the metric."""
     return {
-        _text("the name of a metric", name): _finite(f"the metric {name}", value) for name, value in metrics.items()
+        _text("the name of a metric", name): finite_number(f"the metric {name}", value)
+        for name, value in metrics.items()
     }
 
 
-def _finite(what: str, value: object) -> float:
+def finite_number(what: str, value: object) -> float:
+    """Return a number as a float. Raise TypeError or ValueError with a message that begins with `what` if it is not a
+    finite number."""
     if not isinstance(value, (float, int, SupportsFloat)):  # float() would also take a string
         raise TypeError(f"{what} must be a finite number, not {value!r:.100}")
     number = float(value)

@@ -5,16 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from configs.rewards import RewardTerm, parse_reward
-from configs.rollout import RewardPlace
 from configs.schema import RolloutConfig
 from rollout.rewards.base import RewardResult
 from rollout.rewards.outcome import settled
-from rollout.rewards.places import Called, Place, Responses, place_in_worker
-from rollout.rewards.processes import RewardProcesses
-from rollout.rewards.registry import find_reward
+from rollout.rewards.places import Place, Responses, find_place
 
-QUICK_REWARDS = ("gsm8k", "gsm8k_flexible", "dapo")
-"""Look at a few hundred characters, by regular expressions that take linear time. That of `format` is the user's."""
+MIXED = -1
+"""In the place of the checksum of a text: the terms of a sum have read several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class RewardScorer:
     """
 
     terms: tuple[tuple[RewardTerm, Place], ...]
-    """The terms of the sum, and where each runs."""
+    """The terms of the sum, each with the place where it runs."""
 
     async def score(self, responses: Responses) -> list[RewardResult]:
         """Score (prompt, text) pairs: one result each, in order.
@@ -40,24 +37,14 @@ class RewardScorer:
         terms = [term for term, _ in self.terms]
         return [_combined(terms, results) for results in zip(*by_term, strict=True)]
 
-    def of_group(self) -> "RewardScorer":
-        """The same for a group whose responses come in several calls: limits of a group hold for all of them."""
-        return RewardScorer(tuple((term, place.of_group()) for term, place in self.terms))
+    def for_group(self) -> "RewardScorer":
+        """Return the same for a group whose responses come in several calls: its limits hold for all of them."""
+        return RewardScorer(tuple((term, place.for_group()) for term, place in self.terms))
 
 
 def load_scorer(rollout: RolloutConfig) -> RewardScorer:
     """Find the rewards of rollout.reward. Raises ValueError when a term is not one."""
-    return RewardScorer(tuple((term, _place(term.path, rollout)) for term in parse_reward(rollout.reward)))
-
-
-def _place(path: str, rollout: RolloutConfig) -> Place:
-    reward = find_reward(path, rollout)
-    in_worker = place_in_worker(reward, rollout.reward_timeout_s)
-    if isinstance(in_worker, Called):
-        return in_worker
-    if path in QUICK_REWARDS or rollout.reward_runs_in is RewardPlace.loop:
-        return Called(reward, rollout.reward_timeout_s)
-    return in_worker if rollout.reward_runs_in is RewardPlace.thread else RewardProcesses(path, rollout)
+    return RewardScorer(tuple((term, find_place(term.path, rollout)) for term in parse_reward(rollout.reward)))
 
 
 async def _score(term: RewardTerm, place: Place, responses: Responses) -> list[RewardResult]:
@@ -85,6 +72,11 @@ def _combined(terms: Sequence[RewardTerm], results: Sequence[RewardResult]) -> R
         metrics |= {f"{term.name}/{own}": value for own, value in result.metrics.items()}
     if errors := [result.error for result in results if result.error is not None]:
         return RewardResult(reward=0.0, error="; ".join(errors))
+    reads = {result.read for result in results if result.read is not None}
     return RewardResult(
-        reward=reward, accuracy=next(iter(accuracies), None), answer=next(iter(answers), None), metrics=metrics
+        reward=reward,
+        accuracy=next(iter(accuracies), None),
+        answer=next(iter(answers), None),
+        metrics=metrics,
+        read=reads.pop() if len(reads) == 1 else None if not reads else MIXED,
     )

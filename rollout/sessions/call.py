@@ -12,12 +12,12 @@ from rollout.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 ABORT_S = 5.0
-"""So long an engine may take to end what nobody waits for."""
+"""The seconds that an engine may take to end requests that nobody waits for."""
 
 
 class Call:
-    """The generations of a request that is under way. Several clients may wait for them: who lost the connection asks
-    again.
+    """The generations of a request that is under way. Several clients may wait for them: a client that lost its
+    connection asks again.
 
     Example:
         call = Call([3], [request_id], generate)
@@ -28,11 +28,11 @@ class Call:
     """
 
     def __init__(self, numbers: Sequence[int], request_ids: Sequence[RequestId], generate: GenerateGroup):
-        """`numbers`: of the generations, and `request_ids` what their requests are called."""
+        """`numbers` are those of the generations, and `request_ids` name their requests at the engine."""
         self.numbers = tuple(numbers)
         self.num_waiting = 0
         self.failure: Exception | None = None
-        """What `generate` raised."""
+        """The error that `generate` raised."""
         self._request_ids, self._generate = tuple(request_ids), generate
         self._is_generating = False
         self._task: asyncio.Task[None]
@@ -52,16 +52,16 @@ class Call:
             self._is_generating = False
 
     async def wait(self) -> None:
-        """Until its work is done. Raises what that raises."""
+        """Return when the work is done, or raise what it raises."""
         self.num_waiting += 1
         try:
-            await asyncio.shield(self._task)
+            await asyncio.shield(self._task)  # a client that leaves must not end the work that others wait for
         finally:
             self.num_waiting -= 1
 
     def give_up(self) -> None:
-        """Nobody waits for it any more. What is at an engine ends there within a step, and `generated` returns what it
-        had sampled."""
+        """End a call that nobody waits for any more. Requests at an engine end there within a step, and `generated`
+        returns what it had sampled."""
         if self._is_generating and isinstance(self._generate, Abortable):
             self._ending = asyncio.create_task(self._abort(self._generate))
         else:
@@ -73,16 +73,16 @@ class Call:
                 if await generate.abort(self._request_ids):
                     await asyncio.wait([self._task])
         except (TimeoutError, ReplicaLostError) as error:
-            logger.warning("what no client waits for any more is lost: %r", error)
+            logger.warning("tokens that were sampled for a client that went away are lost: %r", error)
         finally:
             self._task.cancel()
 
     def cancel(self) -> None:
-        """End it at once. What an engine has sampled for it is lost."""
+        """End the call at once. Tokens that an engine has sampled for it are lost."""
         for task in (self._ending, self._task):
             if task is not None:
                 task.cancel()
 
     async def ended(self) -> None:
-        """Returns when its work has ended, in whatever way."""
+        """Return when the work has ended, in whatever way."""
         await asyncio.wait([self._task])

@@ -4,7 +4,8 @@ from typing import Any
 
 
 class SessionError(Exception):
-    """`message` is for people, `code` for programs; `param` names the field of the request, if it is about one."""
+    """The base of these errors. `message` is for people and `code` for programs; `param` names the field of the request
+    that is wrong."""
 
     status = 400
     code = "invalid_request"
@@ -35,6 +36,20 @@ class UnknownSessionError(SessionError):
 
     status = 404
     code = "session_not_found"
+
+
+class ForbiddenError(SessionError):
+    """The key is that of an agent, which must not steer its own training."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotStoredError(SessionError):
+    """The session has no such answer to give again."""
+
+    status = 404
+    code = "response_not_found"
 
 
 class SessionEndedError(SessionError):
@@ -73,3 +88,10 @@ class NotRecordedError(SessionError):
 
     status = 500
     code = "not_recorded"
+
+
+class InternalError(SessionError):
+    """Answering failed. The client is not told why; the log of the server says it."""
+
+    status = 500
+    code = "internal_error"

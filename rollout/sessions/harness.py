@@ -1,56 +1,66 @@
-"""Runs a harness: a program that talks to the session of its episode over HTTP. It is a user's own async function, or a
-command that gets a process per episode."""
+"""Harnesses: programs that talk to the session of their episode over HTTP. A harness is a user's own async function, or
+a command that gets a process per episode."""
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
+import sys
 from asyncio.subprocess import PIPE, Process
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import psutil
-from pydantic_core import to_jsonable_python
 
+from configs.rollout import PROMPT_PLACEHOLDER, SessionsConfig
 from configs.runtime.dotted import find
-from configs.runtime.environment import PYTHON_PATH
+from configs.runtime.environment import user_environment
 from configs.serve import TOKEN_ENV
-from rollout.replica.processes import kill_processes, process_tree
-from rollout.rewards.base import RewardResult
+from rollout.actors.processes import kill_processes, process_tree
+from rollout.sessions.containment import exits_contained
+from rollout.sessions.folders import EpisodeFolder, EpisodeFolders, as_bytes
 from rollout.types import Prompt
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
-LINE_LIMIT = 2**20
-"""Longest line of a command's output, in bytes. A longer one is cut."""
-KEPT_LINES = 20
-"""Last lines of a command's stderr, for the error that names why it failed."""
-END_S = 5.0
-"""So long the output of a command that has ended may stay open, since something that it started may hold it, and so
-long its processes may take to end once they are killed."""
-EXIT_LOOKS_S = 0.02
+REAPER = str(Path(__file__).with_name("reaper.py"))
+DEFAULTS = SessionsConfig()
+PROMPT_VARIABLE = "slipstream_prompt"
+"""The variable of the shell, not of the environment, that holds the prompt. The prompt is never part of the script: no
+text of a data set can end a quotation there."""
+PROMPT_FILE_ENV = "SLIPSTREAM_PROMPT_FILE"
 SESSION_ENV = "SLIPSTREAM_SESSION"
+HOME_FOLDERS = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
+"""Variables that name folders of the user's home, which by default are below HOME."""
+PIECE_BYTES = 2**16
+KEPT_BYTES = 2**14
+"""The last bytes of each stream of a command that are kept with its folder."""
+KEPT_LINES = 20
+"""The last lines of a command's stderr that an error repeats."""
+END_S = 5.0
+"""The seconds that a command's processes may take to end once they are killed, and its output after them."""
+EXIT_LOOKS_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessTask:
-    """What a harness is asked to do: a row of the data.
+    """The task of a harness, which is a row of the data. A function of the user gets all of it, a command only the
+    prompt: what a command is told, the policy may read.
 
     Example: HarnessTask(prompt="Question: 2 + 2?", ground_truth="4", ordinal=17, index=3)
     """
 
     prompt: str
-    """The text of the prompt, after the template."""
+    """The text of the prompt, with the template."""
     ground_truth: str
     ordinal: int
-    """Place of the prompt in the stream, or in the held-out set."""
+    """The place of the prompt in the stream, or in the held-out set."""
     index: int
-    """Place of the episode in the prompt's group."""
+    """The place of the episode in the prompt's group."""
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
@@ -66,43 +76,36 @@ class HarnessTask:
             extra=prompt.extra,
         )
 
-    def to_json(self) -> str:
-        """A line for a command. Arrays are lists in it, times and decimals texts, bytes base64.
-
-        Raises:
-            HarnessError: a column of the row has something that JSON cannot say.
-        """
-        for name, value in self.extra.items():
-            try:
-                json.dumps(value, default=_plain)
-            except (TypeError, ValueError) as error:
-                raise HarnessError(f"column {name!r} of the data cannot be said as JSON: {error}") from error
-        return json.dumps(asdict(self), default=_plain)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where a harness finds its session, and the key that opens it."""
+    """A session as the harness of its episode knows it: its address, the keys that open it, and what is to be done when
+    the episode has ended."""
 
     session: str
     url: str
-    """Of the session: its routes are below it, such as /v1/chat/completions and /reward."""
+    """The URL of the session, below which its routes are, such as /v1/chat/completions and /reward."""
     server_url: str
-    """Of the server, for a harness whose path is fixed: there the key alone tells the session."""
+    """The URL of the server, for a harness whose path is fixed: there the key alone tells the session."""
     key: str
+    """The key that opens all of the session, rewards too."""
+    agent_key: str
+    """A key that opens the session, but posts no rewards: for commands, whose environment the policy may read."""
+    at_end: list[Callable[[bool], Awaitable[None]]] = field(default_factory=list)
+    """Functions that are awaited when the episode has ended, with true if it has failed."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the SDKs of OpenAI and Anthropic read, and the session itself."""
+        """The variables that the SDKs of OpenAI and Anthropic read, and the session's own."""
         return {
             "OPENAI_BASE_URL": f"{self.url}/v1",
             "OPENAI_API_BASE": f"{self.url}/v1",
-            "OPENAI_API_KEY": self.key,
+            "OPENAI_API_KEY": self.agent_key,
             "ANTHROPIC_BASE_URL": self.url,
-            "ANTHROPIC_API_KEY": self.key,
+            "ANTHROPIC_API_KEY": self.agent_key,
             SESSION_ENV: self.session,
             "SLIPSTREAM_SESSION_URL": self.url,
-            "SLIPSTREAM_SESSION_KEY": self.key,
+            "SLIPSTREAM_SESSION_KEY": self.agent_key,
         }
 
 
@@ -112,172 +115,194 @@ class HarnessError(RuntimeError):
 
 class Harness(Protocol):
     async def run(self, task: HarnessTask, connection: Connection) -> object:
-        """Run one episode. Returns its reward: a number, a `RewardResult`, or None if it was posted to the session, or
-        is that of rollout.reward. Cancelling it ends all that it has started."""
+        """Run one episode and return its reward: a number, a `RewardResult`, or None if it was posted to the session or
+        is left to rollout.reward. Cancelling it ends all that it has started."""
         ...
 
 
-AgentFunction = Callable[..., Awaitable[object]]
+AgentFunction = Callable[..., Coroutine[Any, Any, object]]
 
 
 class FunctionHarness:
-    """A user's own `async def agent(task, client)`. `client` is an `openai.AsyncOpenAI` of the session."""
+    """Runs a user's own `async def agent(task, client)`, where `client` is an `openai.AsyncOpenAI` of the session."""
 
     def __init__(self, path: str, args: Mapping[str, Any] = MappingProxyType({})):
-        """`path`: rollout.agent, `args`: rollout.agent_args. Raises ValueError for no async function of these."""
+        """`path` is rollout.agent, `args` is rollout.agent_args. Raises ValueError unless they are an async function
+        and its arguments."""
         self._path, self._args = path, args
         self._function: AgentFunction = find("rollout.agent", path, ("task", "client"), named=args)
         if not asyncio.iscoroutinefunction(self._function):
             raise ValueError(f"rollout.agent={path}: must be an async function, one that waits without blocking")
 
     async def run(self, task: HarnessTask, connection: Connection) -> object:
-        # openai asks sys.modules for httpx, and fails on one that another thread, as of verifiers 0.4, yet imports.
+        # openai looks for httpx in sys.modules, and fails if another thread is still importing it there: verifiers 0.4
+        # has such a thread. So httpx is imported whole first.
         import httpx  # noqa: F401
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # takes a second to import
 
-        # Plain HTTP on this machine: no proxy stands between, and reading the certificates would take 20 ms of CPU.
+        # The session is plain HTTP on this machine: no proxy stands between, and reading the certificates would take
+        # 20 ms of CPU for every episode.
         http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
         url, key = f"{connection.url}/v1", connection.key
         async with AsyncOpenAI(base_url=url, api_key=key, timeout=None, http_client=http) as client:
-            return await self._function(task, client, **self._args)
+            with exits_contained():  # of a task of its own, and those that it makes
+                running = asyncio.create_task(self._function(task, client, **self._args))
+            return await running
 
 
 class CommandHarness:
-    """A command of the shell: the task comes as JSON on stdin, the session in the environment.
+    """Runs a command of the shell, which gets the prompt, and the session in its environment.
 
-    Its last line of output may be the reward: a number, or an object with `reward` and maybe `metrics`. Whatever it has
-    started is killed when it ends or is cancelled.
+    The prompt is plain text on stdin and in the file SLIPSTREAM_PROMPT_FILE. In the command, `{prompt}` stands for it,
+    quoted; stdin is then empty, because agents append it to the prompt that is an argument. Nothing that the command
+    prints is a reward: what an agent prints last, the policy has written. Whatever the command has started is killed
+    when it ends or is cancelled.
     """
 
-    def __init__(self, command: str):
-        """`command`: rollout.agent_command."""
-        self._command = command
+    def __init__(self, command: str, config: SessionsConfig = DEFAULTS):
+        """`command` is rollout.agent_command."""
+        self._command, self._may_reward = command, config.command_reward
+        self._script = f"{PROMPT_VARIABLE}=$1; shift\n" + command.replace(PROMPT_PLACEHOLDER, f'"${PROMPT_VARIABLE}"')
+        self._folders = EpisodeFolders(config)
 
-    async def run(self, task: HarnessTask, connection: Connection) -> object:
-        """Raises HarnessError when the command exits with another code than 0, or JSON cannot say its task."""
-        line = task.to_json()
-        process = await asyncio.create_subprocess_shell(
-            self._command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={**_inherited(), "PYTHONPATH": PYTHON_PATH, **_no_proxy(), **connection.environment},
-            start_new_session=True,
-            limit=LINE_LIMIT,
-        )
+    async def run(self, task: HarnessTask, connection: Connection) -> None:
+        """Run the command. Raises HarnessError when it cannot be started or exits with another code than 0."""
+        folder = await _whole(self._folders.make(task.prompt), lambda made: self._folders.end(made, has_failed=False))
+        connection.at_end.append(lambda has_failed: self._folders.end(folder, has_failed))
+        prompt, is_argument = as_bytes(task.prompt), PROMPT_PLACEHOLDER in self._command
+        starting = self._start(prompt if is_argument else b"", folder, connection)
+        process, control = await _whole(starting, lambda started: _end(*started, connection.session))
+        reading = _Streams(process, b"" if is_argument else prompt)
         try:
-            return await self._result(process, line)
-        finally:
-            await _end(process, connection.session)
-
-    async def _result(self, process: Process, task: str) -> object:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        output, errors = deque[str](maxlen=1), deque[str](maxlen=KEPT_LINES)
-        streams = (process.stdout, output), (process.stderr, errors)
-        readers = [asyncio.create_task(_keep(stream, lines)) for stream, lines in streams]
-        try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read its task
-                process.stdin.write(f"{task}\n".encode())
-                await process.stdin.drain()
-                process.stdin.close()
             code = await _exit_code(process)
-            await asyncio.wait(readers, timeout=END_S)
         finally:
-            for reader in readers:
-                reader.cancel()
+            await _end(process, control, connection.session)
+            await reading.end()
+            folder.stdout, folder.stderr = bytes(reading.stdout), bytes(reading.stderr)
         if code:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            said = "".join(errors).strip()
-            raise HarnessError(f"rollout.agent_command={self._command}: {how}" + (f":\n{said}" if said else ""))
-        return reward_of("".join(output))
+            raise HarnessError(f"rollout.agent_command={self._command}: {_why(code, folder.stderr)}")
 
-
-def _plain(value: object) -> Any:
-    """What `json` does not know, of what files of data have."""
-    return to_jsonable_python(value, fallback=_listed, bytes_mode="base64")
-
-
-def _listed(value: object) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
-
-
-def reward_of(line: str) -> RewardResult | None:
-    """The reward that a line of output holds; None for any other text.
-
-    Example: reward_of('{"reward": 1, "metrics": {"steps": 3}}'), reward_of("0.5")
-    """
-    try:
-        found: Any = json.loads(line)
-    except ValueError:
-        return None
-    if isinstance(found, Mapping):
-        reward, metrics = found.get("reward"), found.get("metrics", {})
-    else:
-        reward, metrics = found, {}
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not isinstance(metrics, Mapping):
-        return None
-    return RewardResult(reward=float(reward), metrics=dict(metrics))
-
-
-async def _keep(stream: asyncio.StreamReader, lines: deque[str]) -> None:
-    """Read a stream to its end, and keep its last lines that are not empty."""
-    while True:
+    async def _start(self, argument: bytes, folder: EpisodeFolder, connection: Connection) -> tuple[Process, int]:
+        """Return the process, and a descriptor which, when it is closed, ends all that the command has started."""
+        watched, control = os.pipe()
         try:
-            line = await stream.readline()
-        except ValueError:  # longer than LINE_LIMIT: what was read of it is dropped
-            continue
-        if not line:
-            return
-        if text := line.decode("utf-8", "replace").strip():
-            lines.append(f"{text}\n")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", REAPER, str(watched), self._script, argument),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                cwd=folder.home,
+                env=self._environment(folder, connection),
+                pass_fds=(watched,),
+                start_new_session=True,  # a process group of its own, which `_end` kills
+            )
+        except (OSError, ValueError) as error:  # an argument of the system is too long, or has a NUL
+            os.close(control)
+            why = f"{error}: prompts of {len(argument):,} bytes may need stdin in place of {PROMPT_PLACEHOLDER}"
+            raise HarnessError(f"rollout.agent_command={self._command}: cannot be started: {why}") from error
+        finally:
+            os.close(watched)
+        return process, control
+
+    def _environment(self, folder: EpisodeFolder, connection: Connection) -> dict[str, str]:
+        """Return the environment of this process for a command: without the token that steers the run, since commands
+        may run what a model wrote, and without a proxy before the session, which is on this machine."""
+        inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
+        hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        own = {"NO_PROXY": hosts, "no_proxy": hosts, PROMPT_FILE_ENV: str(folder.prompt)}
+        if folder.home is not None:
+            inherited = {name: value for name, value in inherited.items() if name not in HOME_FOLDERS}
+            own["HOME"] = str(folder.home)
+        if self._may_reward:
+            own |= {"SLIPSTREAM_REWARD_URL": f"{connection.url}/reward", "SLIPSTREAM_REWARD_KEY": connection.key}
+        return {**inherited, **own, **connection.environment}
+
+
+class _Streams:
+    """Writes the prompt, and reads what a command writes, whose last bytes it keeps."""
+
+    def __init__(self, process: Process, prompt: bytes):
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self._stdin = process.stdin
+        self._writing = asyncio.create_task(self._write(prompt))
+        streams = (process.stdout, self.stdout), (process.stderr, self.stderr)
+        self._reading = [asyncio.create_task(self._keep_end(stream, kept)) for stream, kept in streams]
+
+    async def _write(self, prompt: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a command need not read its prompt
+            self._stdin.write(prompt)
+            await self._stdin.drain()
+        self._stdin.close()
+
+    async def _keep_end(self, stream: asyncio.StreamReader, kept: bytearray) -> None:
+        """Read a stream to its end. It is read in pieces: a flood of short lines would hold the event loop."""
+        while piece := await stream.read(PIECE_BYTES):
+            kept += piece
+            del kept[:-KEPT_BYTES]
+
+    async def end(self) -> None:
+        """Read the rest, once nothing writes any more."""
+        await asyncio.wait(self._reading, timeout=END_S)
+        for task in (self._writing, *self._reading):
+            task.cancel()
+        self._stdin.close()
+
+
+def _why(code: int, stderr: bytes) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    lines = stderr.decode("utf-8", "replace").strip().splitlines()[-KEPT_LINES:]
+    return "\n".join([how + (":" if lines else ""), *lines])
+
+
+async def _whole(work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]]) -> T:
+    """Return the result of the work. If the caller is cancelled meanwhile, let the work finish and undo it, because
+    nobody else knows what it has made."""
+    working = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        if not working.cancelled() and working.exception() is None:
+            await undo(working.result())
+        raise
 
 
 async def _exit_code(process: Process) -> int:
-    """Wait for the end of the process. `process.wait()` would also wait for whoever has inherited its output."""
+    """Return the exit code once the process has ended. `process.wait()` would also wait for processes that have
+    inherited its output."""
     while process.returncode is None:
         await asyncio.sleep(EXIT_LOOKS_S)
     return process.returncode
 
 
-async def _end(process: Process, session: str) -> None:
-    """Kill what is left of a command: its process group, its descendants, and whatever has the session in its
-    environment, such as a daemon that left both."""
-    tree = process_tree(process.pid)
+async def _end(process: Process, control: int, session: str) -> None:
+    """Return when nothing is left of a command. Its reaper ends what the command has started, as soon as `control` is
+    closed; where the command has stopped or killed that, its process group, its descendants and every process that has
+    the session in its environment are killed here."""
+    os.close(control)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(2 * END_S):
+            await _exit_code(process)
+    tree = process_tree(process.pid) if process.returncode is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     kill_processes(tree)
-    await _kill_all_of(session)
-    await _exit_code(process)
-
-
-async def _kill_all_of(session: str) -> None:
-    """Until a look finds none: one that is being killed may just have started another."""
     try:
         async with asyncio.timeout(END_S):
-            while left := await asyncio.to_thread(_of_session, session):
-                kill_processes(left)
+            # Until a look finds none: a process that is being killed may just have started another.
+            while processes := await asyncio.to_thread(_find_processes, session):
+                kill_processes(processes)
                 await asyncio.sleep(EXIT_LOOKS_S)
     except TimeoutError:
         logger.error("session %s: processes of its harness do not end, although they were killed", session)
+    await _exit_code(process)
 
 
-def _of_session(session: str) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
+def _find_processes(session: str) -> list[psutil.Process]:
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(SESSION_ENV) == session:
-                found.append(process)
-    return found
-
-
-def _inherited() -> dict[str, str]:
-    """The environment of this process, without the token that steers the run: commands may run what a model wrote."""
-    return {name: value for name, value in os.environ.items() if name != TOKEN_ENV}
-
-
-def _no_proxy() -> dict[str, str]:
-    """The session is on this machine: no proxy stands between."""
-    hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-    return {"NO_PROXY": hosts, "no_proxy": hosts}
+                processes.append(process)
+    return processes

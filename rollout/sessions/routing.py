@@ -1,4 +1,4 @@
-"""The way of a session's requests to the replicas, where no run says which replica they go to."""
+"""The route of a session's requests to the replicas, in a server that is not part of a training run."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,36 +16,36 @@ from rollout.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """The replicas that sessions are sampled on.
+    """The replicas of a server that sessions are sampled on.
 
     Example:
-        generate = Route(replicas)  # of one session
+        generate = Route(replicas)  # for one session
         completions = await generate(requests)
     """
 
     router: ReplicaRouter
     progress: Progress
-    """What the fleet hears of requests under way."""
+    """The progress that replicas report of requests under way."""
     generate: Mapping[str, GenerateGroup]
-    """Replica -> what sends requests to it."""
+    """Replica -> the function that sends requests to it."""
     route_timeout_s: float
-    """serve.route_timeout_s"""
+    """The value of serve.route_timeout_s."""
     ordinals: Iterator[int] = field(default_factory=count)
-    """Each call is a group of its own to the fleet."""
+    """The ordinals of calls: each is a group of its own to the fleet."""
 
 
 class Route:
-    """The `generate` of one session: it stays on its replica, whose prefix cache has its tokens, as long as that is in
+    """The `generate` of one session. It stays on its replica, whose prefix cache has its tokens, as long as that is in
     service. When the replica is lost, requests under way go on elsewhere from the tokens that it has reported."""
 
     def __init__(self, replicas: Replicas):
         self._replicas = replicas
         self._last: str | None = None
         self._sent: dict[RequestId, tuple[str, RequestId]] = {}
-        """The replica and the name there of requests under way."""
+        """The replica of each request under way, and the name of the request there."""
 
     async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """Raises NoReplicaError."""
+        """Return the completions of requests of one call. Raises NoReplicaError."""
         ordinal, attempt, progress = next(self._replicas.ordinals), Attempt(), self._replicas.progress
         try:
             while (completions := await self._try(requests, ordinal, attempt)) is None:
@@ -55,7 +55,7 @@ class Route:
             progress.end(ordinal)
 
     async def _try(self, requests: list[GenerationRequest], ordinal: int, attempt: Attempt) -> list[Completion] | None:
-        """None when the replica was lost."""
+        """Return the completions, or None when the replica was lost."""
         router, name = self._replicas.router, await self._acquire(len(requests))
         self._replicas.progress.begin(ordinal, attempt, name)
         named = [
@@ -63,7 +63,7 @@ class Route:
             for request in requests
         ]
         ids = [request.request_id for request in requests]
-        self._sent |= {one: (name, there.request_id) for one, there in zip(ids, named, strict=True)}
+        self._sent |= {own_id: (name, sent.request_id) for own_id, sent in zip(ids, named, strict=True)}
         try:
             return await resume_from(attempt.partials, self._replicas.generate[name])(named)
         except ReplicaLostError as error:
@@ -71,17 +71,17 @@ class Route:
             return None
         finally:
             router.release(name, len(requests))
-            for one in ids:
-                del self._sent[one]
+            for request_id in ids:
+                del self._sent[request_id]
 
     async def abort(self, request_ids: Collection[RequestId]) -> bool:
-        """As in `Abortable`. False while they wait for a replica."""
-        sent = [self._sent[one] for one in request_ids if one in self._sent]
+        """End the requests of one call, as in `Abortable`. Return False while they wait for a replica."""
+        sent = [self._sent[request_id] for request_id in request_ids if request_id in self._sent]
         if len(sent) < len(request_ids):
             return False
-        (name,) = {name for name, _ in sent}  # of one call
+        (name,) = {name for name, _ in sent}  # requests of one call are on one replica
         replica = self._replicas.generate[name]
-        return isinstance(replica, Abortable) and await replica.abort([there for _, there in sent])
+        return isinstance(replica, Abortable) and await replica.abort([sent_id for _, sent_id in sent])
 
     async def _acquire(self, num_requests: int) -> str:
         seconds = self._replicas.route_timeout_s

@@ -1,68 +1,39 @@
-"""One session: the requests of a harness become generations of its transcript, and at the end an episode."""
+"""One session: requests of a harness become generations of its transcript, and at the end an episode."""
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
+from configs.rollout import MOST_KEPT
 from rollout.agents.loop import EpisodeTask, GenerateGroup
+from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.request_ids import RequestId
-from rollout.sessions.attachment import Attachment, UnknownGenerationError
-from rollout.sessions.backend import PromptRequest
+from rollout.sessions.budget import SessionBudget, SessionLimits
 from rollout.sessions.call import Call
-from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionLimitError
-from rollout.sessions.generation import Cause, Generation, State
-from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
-from rollout.sessions.parsing import AnswerParser, leaves_reasoning_open
-from rollout.sessions.render import Parent, Renderer
-from rollout.sessions.sampling import asked_sampling
-from rollout.sessions.transcript import Transcript, TranscriptClosedError
-from rollout.sessions.verification import is_check_due
-from rollout.types import EMPTY, Completion, GenerationRequest, IntArray
+from rollout.sessions.codec import ChatCodec
+from rollout.sessions.dialects.dialect import ParsedRequest, PromptRequest
+from rollout.sessions.dialects.fields import shown
+from rollout.sessions.dialects.rule import MAX_NAMES
+from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionError
+from rollout.sessions.tree.attachment import Attachment, UnknownGenerationError
+from rollout.sessions.tree.generation import Generation, State
+from rollout.sessions.tree.transcript import Transcript, TranscriptClosedError
+from rollout.types import EMPTY, Completion, GenerationRequest, SamplingParams
 
-T = TypeVar("T")
 NO_ANSWER = "none"
-"""Id of an answer for which nothing was generated."""
-PROMPT_END = 16
-"""Last tokens of a prompt, which show whether it has begun the reasoning of the answer."""
+"""The id of an answer for which nothing was generated."""
 FINISHES = {"stop": Finish.stop, "length": Finish.length}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionLimits:
-    max_turns: int
-    """Answers of the policy."""
-    max_tokens: int
-    """Sampled in all answers together. Of answers that are made side by side each may take all that was left."""
-    max_turn_tokens: int | None
-    """Sampled in one answer; None is as many as are left."""
-    max_context: int
-    """Prompt and answer of one request."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """What makes tokens of messages, and messages of tokens, in a thread of its own: neither may run twice at once."""
-
-    renderer: Renderer
-    parser: AnswerParser
-    in_thread: Callable[..., Awaitable[Any]]
-    """(function, *arguments) -> what it returns."""
-    forks_on_mismatch: bool = False
-    """Whether a history that the harness edited, or that the template renders in another way, begins a new sequence."""
-    check_up_to_tokens: int = 8192
-    """See `is_check_due`."""
+NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Parameters that replicas do not sample by, each with the value that changes nothing."""
 
 
 class Session:
     """Answers the requests of one harness, which may come side by side.
 
     Example:
-        session = Session(task, generate, words, limits)
+        session = Session(task, generate, codec, limits)
         (answer,) = await session.answer(request)
         session.transcript.sequences()
     """
@@ -71,46 +42,42 @@ class Session:
         self,
         task: EpisodeTask,
         generate: GenerateGroup,
-        words: Words,
+        codec: ChatCodec,
         limits: SessionLimits,
         takes_sampling: bool = False,
     ):
-        """`takes_sampling`: whether temperature and the like are those that a request asks for, if it does, rather than
-        those of the task."""
-        # By what the episode is, so that its harness hears the same ids when it starts again.
+        """`takes_sampling` lets requests set the temperature and the like, which otherwise are those of the task."""
+        # The name leaves out the attempt, so that a harness that starts again hears the same ids.
         self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
-        self.limit_reached: str | None = None
-        """The limit that ended the conversation."""
-        self.was_cut = False
-        """Whether the latest answer ended by length for a limit of the session, rather than of its request."""
+        self.budget = SessionBudget(limits)
         self.is_aborted = False
-        self.last_active = time.monotonic()
+        self.num_requests = 0
+        """Requests for answers that were understood, refused ones included."""
+        self.num_refused = 0
+        self.last_refusal: str | None = None
+        """The reason that the harness was told when a request was refused the last time."""
+        self.failure: Exception | None = None
+        """The error that `generate` raised. It is no fault of the harness, which was answered with a server error."""
+        self.left_out: set[str] = set()
+        """The fields of its requests that were left out, by the rule of `rollout/sessions/dialects/rule.py`."""
+        self._stored: dict[str, ParsedRequest] = {}
+        """The requests whose answers a client may ask for again, by the ids of the answers."""
         self._task = task
         self._generate = generate
-        self._words = words
-        self._limits = limits
+        self._codec = codec
         self._takes_sampling = takes_sampling
-        self.failure: Exception | None = None
-        """What `generate` raised: no fault of the harness, which has heard of it as a server error."""
         self._calls: dict[int, Call] = {}
-        """Those under way, by number of each of their generations."""
-        self._under_way = 0
-        self._waited_s, self._waiting_since = 0.0, 0.0
-        self._stops: dict[int, str | None] = {}  # the stop string that ended a generation
+        """The calls under way, by number of each of their generations."""
+        self._stops: dict[int, str | None] = {}
+        """The stop strings that ended generations."""
 
     @property
     def num_sampled(self) -> int:
-        return sum(one.completion.num_tokens for one in self.transcript.generations)
+        return sum(generation.completion.num_tokens for generation in self.transcript.generations)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a request is under way."""
-        return self._under_way > 0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds with a request under way."""
-        return self._waited_s + (time.monotonic() - self._waiting_since if self.is_waiting else 0.0)
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Note fields of a request that were left out."""
+        self.left_out.update(names[: max(0, MAX_NAMES - len(self.left_out))])
 
     async def answer(self, request: ChatRequest | PromptRequest) -> list[Answer]:
         """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
@@ -121,39 +88,71 @@ class Session:
         Raises:
             SessionLimitError: a limit was reached, and the harness has heard of it by an answer that ended by length.
             SessionEndedError: the session was aborted.
-            BadRequestError: the request asks for what cannot be rendered, sampled by, or continued.
+            BadRequestError: the request cannot be rendered, sampled by, or continued.
         """
         if self._takes_sampling:
-            asked_sampling(self._task.sampling, request.sampling)  # refuses before anything begins
+            requested_sampling(self._task.sampling, request.sampling)  # refuses before anything begins
+        self.num_requests += 1
+        num_least = self._least_tokens(request)
+        if self.budget.is_too_long(num_least):  # before anything is rendered
+            self.budget.refuse_too_long(num_least)
+            return [_empty_answer() for _ in range(request.num_answers)]
         prompt_ids = None
         if isinstance(request, PromptRequest):
-            prompt_ids, chat = await self._words.in_thread(self._as_chat, request)
-        else:
-            chat = request
-        attachment = self._attach(chat)
-        if prompt_ids is not None:
-            attachment = replace(attachment, parent=self._parent_of(prompt_ids), can_bridge=False, cause=None)
+            prompt_ids, request = await self._codec.plain_prompt(request)
+        attachment = self._attach(request, prompt_ids)
         if attachment.recorded:
             generations = self.transcript.repeat(attachment)
         else:
-            if self._is_over(request.num_answers):
-                return [self._cut() for _ in range(request.num_answers)]
+            num_begun = len(self.transcript.generations)
+            if self.budget.is_used_up(num_begun, self.num_sampled, request.num_answers):
+                return [_empty_answer() for _ in range(request.num_answers)]
             generations = self.transcript.begin(attachment)
-            self._start(attachment, [one.number for one in generations], prompt_ids)
-        numbers = [one.number for one in generations]
-        await self._hear(numbers)
+            self._start(attachment, [generation.number for generation in generations], prompt_ids)
+        numbers = [generation.number for generation in generations]
+        await self._wait(numbers)
         return [self._answer(self.transcript.generation(number)) for number in numbers]
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Tokens of the prompt that the request would get."""
-        prompt_ids, _ = await self._prompt(self._attach(request))
+        """Return the number of tokens of the prompt that the request would get. Raises BadRequestError for one that
+        cannot fit into the context."""
+        if self.budget.is_too_long(num_least := self._least_tokens(request)):
+            raise BadRequestError(f"the messages have at least {num_least} tokens, for {self.budget.context}")
+        prompt_ids, _ = await self._codec.prompt(self.transcript, self._attach(request))
         return len(prompt_ids)
 
+    def refused(self, error: SessionError) -> None:
+        """Note that a request of the harness was refused."""
+        self.num_refused += 1
+        self.last_refusal = error.message
+
     def deliver(self, answer_id: str, whole: bool) -> None:
-        """Say whether the client read an answer to its end."""
+        """Note whether the client read an answer to its end."""
         number = self.transcript.names.number(answer_id)
         if number is not None and number < len(self.transcript.generations):
             self.transcript.deliver(number, whole=whole)
+
+    def recorded(self, answer_id: str) -> Answer | None:
+        """Return an answer that this session has given."""
+        number = self.transcript.names.number(answer_id)
+        if number is None or number >= len(self.transcript.generations):
+            return None
+        generation = self.transcript.generation(number)
+        return self._answer(generation) if generation.state is State.finished else None
+
+    def store(self, answer_id: str, parsed: ParsedRequest) -> None:
+        """Keep the form of an answer, so that a client may ask for it again."""
+        last = next(reversed(self._stored.values()), parsed)  # what every request repeats is kept once
+        echoed = {name: _same(last.echoed.get(name), value) for name, value in parsed.echoed.items()}
+        request = ChatRequest(messages=())
+        self._stored[answer_id] = replace(
+            parsed, request=request, echoed=echoed, offers=_same(last.offers, parsed.offers)
+        )
+
+    def stored(self, answer_id: str) -> tuple[ParsedRequest, Answer] | None:
+        """Return the form of an answer that was stored, and the answer."""
+        parsed, answer = self._stored.get(answer_id), self.recorded(answer_id)
+        return None if parsed is None or answer is None else (parsed, answer)
 
     def abort(self) -> None:
         """End all that runs. The session is not trained."""
@@ -161,7 +160,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Take no more requests, and end those under way: nobody waits for them."""
+        """Take no more requests, and end those under way."""
         self.transcript.close()
         for call in self._calls.values():
             call.cancel()
@@ -173,56 +172,73 @@ class Session:
                 for call in set(self._calls.values()):
                     await call.ended()
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    async def _hear(self, numbers: Sequence[int]) -> None:
-        """Wait for the generations of one call, for which others may wait, too."""
-        call = self._calls.get(numbers[0])
-        self._enter()
+    def _least_tokens(self, request: ChatRequest | PromptRequest) -> int:
         try:
-            if call is not None:
-                await call.wait()
-        except asyncio.CancelledError:
-            if self.transcript.is_closed:
-                raise SessionEndedError("the session has ended") from None
-            if call is not None and not call.num_waiting:
-                self._give_up(call)
-            raise
-        finally:
-            self._leave()
+            return self._codec.least_tokens(request)
+        except RecursionError:
+            raise BadRequestError("the request is nested too deeply") from None
+
+    def _attach(self, request: ChatRequest, prompt_ids: Sequence[int] | None = None) -> Attachment:
+        try:
+            return self.transcript.attach(request, prompt_ids)
+        except TranscriptClosedError as error:
+            raise SessionEndedError(str(error)) from None
+        except UnknownGenerationError as error:
+            raise BadRequestError(str(error), code="previous_response_not_found") from None
+        except RecursionError:
+            raise BadRequestError("the request is nested too deeply") from None
+
+    async def _wait(self, numbers: Sequence[int]) -> None:
+        """Wait for the generations of one call, for which other clients may wait too."""
+        call = self._calls.get(numbers[0])
+        with self.budget.waiting():
+            try:
+                if call is not None:
+                    await call.wait()
+            except asyncio.CancelledError:
+                if self.transcript.is_closed:
+                    raise SessionEndedError("the session has ended") from None
+                if call is not None and not call.num_waiting:
+                    self._give_up(call)
+                raise
 
     def _give_up(self, call: Call) -> None:
-        """Nobody waits for these answers any more, and who asks again gets others."""
+        """End a call that nobody waits for. A client that asks again gets other answers."""
         for number in call.numbers:
+            # Before the engine is asked to end: a client may ask again while it does.
             if self.transcript.generation(number).state is State.running:
                 self.transcript.cancel(number)
             elif self.transcript.generation(number).state is State.finished:
                 self.transcript.deliver(number, whole=False)
         call.give_up()
 
-    def _start(self, attachment: Attachment, numbers: Sequence[int], given: Sequence[int] | None) -> None:
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def _start(self, attachment: Attachment, numbers: Sequence[int], prompt_ids: Sequence[int] | None) -> None:
         call = Call(numbers, [self._request_id(number) for number in numbers], self._generate)
         self._calls |= dict.fromkeys(numbers, call)
-        call.start(self._run(call, attachment, given))
+        call.start(self._run(call, attachment, prompt_ids))
 
-    async def _run(self, call: Call, attachment: Attachment, given: Sequence[int] | None) -> None:
-        """Generate the answers of one request, and put them into the transcript. `given`: its prompt, if that is not
-        rendered from messages."""
-        numbers = call.numbers
+    async def _run(self, call: Call, attachment: Attachment, prompt_ids: Sequence[int] | None) -> None:
+        """Generate the answers of one request, and put them into the transcript. `prompt_ids` is None where the prompt
+        is rendered from messages."""
+        numbers, request, cause = call.numbers, attachment.request, None
         completions: dict[int, Completion] = {}
         try:
-            prompt_ids, cause = await self._prompt(attachment) if given is None else (given, None)
+            if prompt_ids is None:
+                prompt_ids, cause = await self._codec.prompt(self.transcript, attachment)
             for number in numbers:
                 self.transcript.set_prompt(number, prompt_ids, cause)
-            if (room := self._room(attachment.request, len(prompt_ids), len(numbers))) <= 0:
+            room = self.budget.room(request.max_tokens, self.num_sampled, len(prompt_ids), len(numbers))
+            if room <= 0:
                 return
-            requests = [self._request(number, prompt_ids, room, attachment.request) for number in numbers]
+            requests = [self._request(number, prompt_ids, room, request) for number in numbers]
             completions = dict(zip(numbers, await call.generated(requests), strict=True))
             for number, completion in completions.items():
                 if self.transcript.generation(number).state is State.running:
-                    await self._finish(number, completion, attachment.request)
-            ends = [one.finish_reason for one in completions.values()]
-            self.was_cut = "length" in ends and room != attachment.request.max_tokens
+                    await self._finish(number, completion, request)
+            is_cut = any(completion.finish_reason == "length" for completion in completions.values())
+            self.budget.was_cut = is_cut and room != request.max_tokens
         finally:
             self.failure = self.failure or call.failure
             for number in numbers:
@@ -232,203 +248,95 @@ class Session:
 
     async def _finish(self, number: int, completion: Completion, request: ChatRequest) -> None:
         finish = FINISHES.get(completion.finish_reason)
-        if finish is None:  # a client of the fleet aborted it
+        if finish is None:  # a client of the control routes aborted it
             self.transcript.cancel(number, completion)
             self.abort()
             return
-        message, self._stops[number] = await self._words.in_thread(self._parsed, number, completion, request)
+        message, self._stops[number] = await self._codec.answer(self.transcript, number, completion, request)
         if finish is Finish.stop and message.tool_calls:
             finish = Finish.tool_calls
         self.transcript.finish(number, completion, message, finish)
 
-    def _parsed(self, number: int, completion: Completion, request: ChatRequest) -> tuple[Message, str | None]:
-        renderer = self._words.renderer
-        text = renderer.answer_text(completion.token_ids.tolist())
-        before, stop = _cut_at(text, request.stop)
-        prompt_end = renderer.text(self.transcript.generation(number).prompt_ids[-PROMPT_END:].tolist())
-        message = self._words.parser.parse(
-            before,
-            lambda index: self.transcript.names.call_id(number, index),
-            tools=request.tools,
-            options=request.template_options,
-            reasoning_open=leaves_reasoning_open(prompt_end),
-        )
-        return message, stop
-
     def _request(self, number: int, prompt_ids: Sequence[int], room: int, request: ChatRequest) -> GenerationRequest:
-        ends = (*self._task.sampling.stop_token_ids, *self._words.renderer.end_token_ids)
         sampling = self._task.sampling
+        end_ids = (*sampling.stop_token_ids, *self._codec.renderer.end_token_ids)
         if self._takes_sampling:
-            sampling = asked_sampling(sampling, request.sampling)
+            sampling = requested_sampling(sampling, request.sampling)
         sampling = replace(
             sampling.reseeded(number),
             max_tokens=room,
             stop=(*sampling.stop, *request.stop),
-            stop_token_ids=tuple(dict.fromkeys(ends)),
+            stop_token_ids=tuple(dict.fromkeys(end_ids)),
         )
         return GenerationRequest(request_id=self._request_id(number), prompt_ids=tuple(prompt_ids), sampling=sampling)
 
     def _request_id(self, number: int) -> RequestId:
         return replace(self._task.request_id, turn=number)
 
-    def _answer(self, one: Generation) -> Answer:
-        if one.answer is None:
+    def _answer(self, generation: Generation) -> Answer:
+        prompt_ids = tuple(generation.prompt_ids.tolist())
+        if generation.answer is None:
             if self.is_aborted or self.transcript.is_closed:
                 raise SessionEndedError("the session was aborted")
-            return self._cut(one.prompt_ids)
-        assert one.finish is not None
+            return _empty_answer(prompt_ids)
+        assert generation.finish is not None
         return Answer(
-            answer_id=self.transcript.names.answer_id(one.number),
-            message=one.answer,
-            finish=one.finish,
-            prompt_ids=tuple(one.prompt_ids.tolist()),
-            completion=one.completion,
-            stop_string=self._stops.get(one.number),
+            answer_id=self.transcript.names.answer_id(generation.number),
+            message=generation.answer,
+            finish=generation.finish,
+            prompt_ids=prompt_ids,
+            completion=generation.completion,
+            stop_string=self._stops.get(generation.number),
         )
 
-    # -- prompts -------------------------------------------------------------------------------------------------------
 
-    async def _prompt(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
-        """Raises BadRequestError for messages that the chat template does not take."""
-        try:
-            return await self._words.in_thread(self._rendered, attachment)
-        except (ValueError, RecursionError) as error:
-            raise BadRequestError(f"the chat template refuses this request: {error}") from None
-
-    def _rendered(self, attachment: Attachment) -> tuple[Sequence[int], Cause | None]:
-        """The tokens of the parent with the new messages, or all messages anew with the cause of that."""
-        request, words = attachment.request, self._words
-        is_trusted = attachment.cause in (None, Cause.retry) or not words.forks_on_mismatch
-        cause = attachment.cause
-        if attachment.parent is not None and attachment.can_bridge and is_trusted:
-            parent = self.transcript.generation(attachment.parent)
-            bridge = words.renderer.bridge(
-                self._parent(parent, attachment), attachment.messages, request.tools, request.template_options
-            )
-            prompt_ids = [] if bridge is None else [*parent.token_ids.tolist(), *bridge]
-            mismatch = None if bridge is None else self._mismatch(parent, prompt_ids, attachment)
-            if bridge is not None and (mismatch is None or not words.forks_on_mismatch):
-                return prompt_ids, mismatch
-            cause = cause or mismatch or Cause.template
-        return words.renderer.full(attachment.conversation, request.tools, request.template_options), cause
-
-    def _as_chat(self, request: PromptRequest) -> tuple[list[int], ChatRequest]:
-        """The ids of the prompt, and a request whose one message stands for it in the transcript."""
-        prompt = request.prompt
-        ids = self._words.renderer.plain(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self._words.renderer.vocab_size
-        if not ids or max(ids) >= vocab_size:
-            given = f"{len(ids)} token ids up to {max(ids, default=-1)}"
-            raise BadRequestError(f"prompt has {given}: allowed is one or more below {vocab_size}", param="prompt")
-        return ids, ChatRequest(
-            messages=(Message(role=Role.user, content=str(prompt)),),
-            max_tokens=request.max_tokens,
-            stop=request.stop,
-            num_answers=request.num_answers,
-            sampling=request.sampling,
-            is_retry=request.is_retry,
-        )
-
-    def _parent_of(self, prompt_ids: Sequence[int]) -> int | None:
-        """The newest answer whose tokens the prompt begins with."""
-        ids = np.asarray(prompt_ids, np.int32)
-        for one in reversed(self.transcript.generations):
-            if one.state is State.finished and np.array_equal(ids[: len(one.token_ids)], one.token_ids):
-                return one.number
-        return None
-
-    def _mismatch(self, parent: Generation, prompt_ids: list[int], attachment: Attachment) -> Cause | None:
-        """How a bridged prompt differs from a render of its whole history, where it is time to look."""
-        if not is_check_due(len(parent.token_ids), len(prompt_ids), self._words.check_up_to_tokens):
-            return None
-        sampled, at = [], parent
-        while True:
-            sampled.append((len(at.prompt_ids), len(at.prompt_ids) + at.completion.num_tokens))
-            if at.parent is None or not at.continues:
-                break
-            at = self.transcript.generation(at.parent)
-        request = attachment.request
-        found = self._words.renderer.check(
-            prompt_ids, sampled[::-1], attachment.conversation, request.tools, request.template_options
-        )
-        return None if found is None else found.cause
-
-    def _parent(self, one: Generation, attachment: Attachment) -> Parent:
-        assert one.answer is not None
-        sent = attachment.conversation[: len(attachment.conversation) - len(attachment.messages)]
-        has_reasoning = any(message.reasoning for message in self.transcript.history(one.number))
-        return Parent(
-            token_ids=one.token_ids.tolist(),
-            ended=one.finish is not Finish.length,
-            calls=one.answer.tool_calls,
-            has_reasoning=has_reasoning,
-            reasoning_sent=all(message.reasoning for message in sent if message.role is Role.assistant),
-        )
-
-    # -- limits --------------------------------------------------------------------------------------------------------
-
-    def _is_over(self, num_answers: int) -> bool:
-        """Whether the limits leave no room for another request."""
-        if len(self.transcript.generations) + num_answers > self._limits.max_turns:
-            return self._reach(f"sessions.max_turns={self._limits.max_turns}")
-        if self.num_sampled >= self._limits.max_tokens:
-            return self._reach(f"rollout.max_response_tokens={self._limits.max_tokens}")
-        return False
-
-    def _room(self, request: ChatRequest, num_prompt: int, num_answers: int) -> int:
-        """How many tokens each answer may have."""
-        left = (self._limits.max_tokens - self.num_sampled) // num_answers
-        context = self._limits.max_context - num_prompt
-        if context <= 0:
-            self._reach(f"the context of {self._limits.max_context} tokens")
-        elif left <= 0:
-            self._reach(f"rollout.max_response_tokens={self._limits.max_tokens}")
-        asked = [request.max_tokens, self._limits.max_turn_tokens]
-        return min([left, context, *(one for one in asked if one is not None)])
-
-    def _reach(self, limit: str) -> bool:
-        """Raises SessionLimitError where the harness has heard of a limit before."""
-        if self.limit_reached is not None:
-            raise SessionLimitError(f"the session has reached its limit: {self.limit_reached}")
-        self.limit_reached = limit
-        return True
-
-    def _cut(self, prompt_ids: IntArray | None = None) -> Answer:
-        """An empty answer that ends by length, as harnesses know it from a full context."""
-        return Answer(
-            answer_id=NO_ANSWER,
-            message=Message(role=Role.assistant),
-            finish=Finish.length,
-            prompt_ids=() if prompt_ids is None else tuple(prompt_ids.tolist()),
-            completion=EMPTY,
-        )
-
-    def _attach(self, request: ChatRequest) -> Attachment:
-        try:
-            return self.transcript.attach(request)
-        except TranscriptClosedError as error:
-            raise SessionEndedError(str(error)) from None
-        except UnknownGenerationError as error:
-            raise BadRequestError(str(error), code="previous_response_not_found") from None
-        except RecursionError:
-            raise BadRequestError("the request is nested too deeply") from None
-
-    def _enter(self) -> None:
-        self._under_way += 1
-        if self._under_way == 1:
-            self._waiting_since = time.monotonic()
-
-    def _leave(self) -> None:
-        self._under_way -= 1
-        self.last_active = time.monotonic()
-        if self._under_way == 0:
-            self._waited_s += self.last_active - self._waiting_since
+def _same(earlier: Any, value: Any) -> Any:
+    """Return the earlier of two equal values."""
+    return earlier if earlier == value else value
 
 
-def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before the first of the stop strings, and which one it is."""
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not found:
-        return text, None
-    end, stop = min(found)
-    return text[:end], stop
+def _empty_answer(prompt_ids: tuple[int, ...] = ()) -> Answer:
+    """Return an answer that ends by length without a token, as harnesses know it from a full context."""
+    return Answer(
+        answer_id=NO_ANSWER,
+        message=Message(role=Role.assistant),
+        finish=Finish.length,
+        prompt_ids=prompt_ids,
+        completion=EMPTY,
+    )
+
+
+def requested_sampling(default: SamplingParams, requested: Mapping[str, float]) -> SamplingParams:
+    """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by.
+
+    Example: requested_sampling(SamplingParams(top_p=0.9), {"temperature": 0.0}).top_p == 0.9
+    """
+    for name, neutral in NEUTRAL.items():
+        if (value := requested.get(name, neutral)) != neutral:
+            raise _refusal(name, value, f"{neutral:g}: sessions sample by temperature, top_p, top_k, min_p and seed")
+    temperature, top_p = requested.get("temperature", default.temperature), requested.get("top_p", default.top_p)
+    if temperature < 0:
+        raise _refusal("temperature", temperature, "a number from 0 (greedy) on")
+    if not 0 < top_p <= 1:
+        raise _refusal("top_p", top_p, "a number above 0 and up to 1")
+    min_p = requested.get("min_p", default.min_p)
+    if not 0 <= min_p <= 1:
+        raise _refusal("min_p", min_p, "a number from 0 to 1")
+    allowed = f"-1 (the whole vocabulary) or an integer from 1 to {MOST_KEPT}"
+    top_k = _whole(requested, "top_k", default.top_k, allowed)
+    if top_k == 0 or not -1 <= top_k <= MOST_KEPT:
+        raise _refusal("top_k", top_k, allowed)
+    seed = default.seed if "seed" not in requested else _whole(requested, "seed", 0, "an integer")
+    sampled_by = {"temperature": float(temperature), "top_p": float(top_p), "top_k": top_k, "min_p": float(min_p)}
+    return replace(default, seed=seed, **sampled_by)
+
+
+def _whole(requested: Mapping[str, float], name: str, default: int, allowed: str) -> int:
+    value = requested.get(name, default)
+    if value != int(value):
+        raise _refusal(name, value, allowed)
+    return int(value)
+
+
+def _refusal(name: str, value: float, allowed: str) -> BadRequestError:
+    return BadRequestError(f"{name} = {shown(value)}: allowed is {allowed}", param=name)

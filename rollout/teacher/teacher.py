@@ -15,10 +15,12 @@ from rollout.errors import ReplicaLostError
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import ScoringEnded, ScoringStarted
 from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.lifecycle import Replica
 from rollout.types import FloatArray, IntArray, TokenSequence, TrajectoryGroup
 
-ScoreSequences = Callable[[Sequence[IntArray]], Awaitable[list[FloatArray]]]
-"""Of each sequence [L], the log-probabilities [L - 1] of its tokens but the first. Raises ReplicaLostError."""
+ScoreOn = Callable[[Replica, Sequence[IntArray]], Awaitable[list[FloatArray]]]
+"""Asks a replica for the log-probabilities [L - 1] of the tokens of each sequence [L], except its first. Raises
+ReplicaLostError."""
 
 
 class TeacherError(RuntimeError):
@@ -37,14 +39,13 @@ class Teacher:
 
     fleet: ReplicaFleet
     timeout_s: float
-    """teacher.timeout_s, for a group."""
-    replicas: dict[str, ScoreSequences] = field(default_factory=dict)
-    """By name. More may be added."""
+    """The value of teacher.timeout_s, the deadline for a group."""
+    score_on: ScoreOn
     emit: Emit = nobody
     num_failures: int = field(default=0, init=False)
     _num_tokens: int = field(default=0, init=False)
-    """Read since the last question for them."""
-    _asked: float = field(default_factory=time.monotonic, init=False)
+    """The tokens that were read since the last call of `gauges`."""
+    _window_start: float = field(default_factory=time.monotonic, init=False)
 
     async def score(self, group: TrajectoryGroup) -> TrajectoryGroup:
         """Return the group with `teacher_logprobs` in every sequence: at temperature 1, after all that precedes the
@@ -68,8 +69,8 @@ class Teacher:
             self.num_failures += isinstance(failure, Exception)
             raise
         finally:
-            said = None if error is None else repr(error)
-            self.emit(ScoringEnded(ordinal=ordinal, replica=name, num_tokens=num_tokens, error=said))
+            text = None if error is None else repr(error)
+            self.emit(ScoringEnded(ordinal=ordinal, replica=name, num_tokens=num_tokens, error=text))
         self._num_tokens += num_tokens
         return _taught(group, logprobs, time.perf_counter() - began)
 
@@ -79,7 +80,7 @@ class Teacher:
         while True:
             name = await router.acquire(room)
             try:
-                return name, await self.replicas[name](read)
+                return name, await self.score_on(self.fleet.replicas[name], read)
             except ReplicaLostError as error:
                 self.num_failures += 1
                 await self.fleet.lose(name, error)
@@ -87,20 +88,20 @@ class Teacher:
                 router.release(name, room)
 
     def gauges(self) -> dict[str, float]:
-        """Metrics. The throughput is since the last call."""
+        """Return the metrics. The throughput is since the last call."""
         now = time.monotonic()
-        seconds, tokens = now - self._asked, self._num_tokens
-        self._asked, self._num_tokens = now, 0
-        of_fleet = self.fleet.gauges()
+        seconds, tokens = now - self._window_start, self._num_tokens
+        self._window_start, self._num_tokens = now, 0
+        fleet_gauges = self.fleet.gauges()
         return {
             "perf/throughput/scored": tokens / seconds if seconds else 0.0,
             "teacher/failures": float(self.num_failures),
-            **{f"teacher/{name}": of_fleet[f"rollout/{name}"] for name in ("replicas_ready", "replicas_lost")},
+            **{f"teacher/{name}": fleet_gauges[f"rollout/{name}"] for name in ("replicas_ready", "replicas_lost")},
         }
 
 
 def _read(sequence: TokenSequence) -> IntArray:
-    """Its tokens up to the last that the policy sampled."""
+    """Return the sequence's tokens up to the last that the policy sampled."""
     return sequence.token_ids[: len(sequence.prompt_ids) + np.flatnonzero(sequence.loss_mask)[-1] + 1]
 
 
@@ -110,14 +111,14 @@ def _require_finite(logprobs: Sequence[FloatArray], name: str, ordinal: int) -> 
 
 
 def _taught(group: TrajectoryGroup, logprobs: Sequence[FloatArray], score_s: float) -> TrajectoryGroup:
-    """`logprobs`: of every sequence with a loss token, in order."""
+    """Return the group with its scores. `logprobs`: of every sequence with a loss token, in order."""
     answers = iter(logprobs)
 
     def taught(sequence: TokenSequence) -> TokenSequence:
         mask, scores = sequence.loss_mask, np.zeros(len(sequence.response_ids), np.float32)
         if mask.any():
-            of_response = next(answers)[len(sequence.prompt_ids) - 1 :]
-            scores[: len(of_response)] = of_response
+            response_scores = next(answers)[len(sequence.prompt_ids) - 1 :]
+            scores[: len(response_scores)] = response_scores
         return replace(sequence, teacher_logprobs=np.where(mask, scores, np.float32(0)))
 
     trajectories = [

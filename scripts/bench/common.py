@@ -1,26 +1,33 @@
-"""What the benchmarks share: forced response lengths, interleaved repetitions, tables, and the last line of JSON."""
+"""The work of benchmarks: responses of forced lengths, rewards by the flip of a coin, whole trainings in processes of
+their own; and the memory of a process."""
 
+import asyncio
 import json
 import math
+import os
+import subprocess
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from configs.runtime.environment import PYTHON_PATH, REPO_ROOT
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
-from rollout.types import Prompt
+from rollout.types import Completion, GenerationRequest, Prompt, TokenSequence
 
-T = TypeVar("T")
-
-# -- work --------------------------------------------------------------------------------------------------------------
-
+QUIET = ("plain_console=true", "wandb.mode=disabled")
 LengthOf = Callable[[int, int], int]
 """(prompt ordinal, index in its group) -> response length in tokens."""
+ToolSecondsOf = Callable[[int, int], float]
+"""(prompt ordinal, index in its group) -> seconds of the episode's tool, 0 if it has none."""
+TOOL_SAYS = Completion(
+    token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), spans=(), finish_reason="stop"
+)
+"""The answer of a tool: one token, which the policy did not sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +35,11 @@ class LogNormalLengths:
     """Long-tailed lengths with a given mean; sigma=0 makes all equal. A length depends on its arguments alone."""
 
     mean: float
-    """Tokens, before the cap."""
+    """The mean in tokens, before the cap."""
     sigma: float
-    """Standard deviation of the length's logarithm."""
+    """The standard deviation of the length's logarithm."""
     cap: int
-    """Longest response in tokens."""
+    """The longest response in tokens."""
     seed: int = 0
 
     def __call__(self, ordinal: int, index: int) -> int:
@@ -70,60 +77,64 @@ class ForcedLengths:
         return replace(task, sampling=replace(task.sampling, max_tokens=length, ignore_eos=True, stop_token_ids=()))
 
 
+@dataclass(frozen=True, slots=True)
+class SlowTools:
+    """An agent loop whose episodes each run by themselves: an answer of forced length, and for some of them a tool and
+    another answer as long."""
+
+    length_of: LengthOf
+    tool_s: ToolSecondsOf
+
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        which = task.prompt.ordinal, task.index
+        length, tool_s = self.length_of(*which), self.tool_s(*which)
+        parts = await generate([self._request(task, length, 0)])
+        if tool_s:
+            await asyncio.sleep(tool_s)
+            parts += [TOOL_SAYS, *await generate([self._request(task, length, 1)])]
+        response = Completion.concatenate(parts)
+        is_sampled = np.zeros(response.num_tokens, np.bool_)
+        for span in response.spans:
+            is_sampled[span.start : span.end] = True
+        sequence = TokenSequence.of(task.prompt.token_ids, response, is_sampled)
+        return Episode(sequences=(sequence,), finish_reason="stop", cached_tokens=0)
+
+    @staticmethod
+    def _request(task: EpisodeTask, length: int, turn: int) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=replace(task.request_id, turn=turn),
+            prompt_ids=task.prompt.token_ids,
+            sampling=replace(task.sampling, max_tokens=length, ignore_eos=True, stop_token_ids=()),
+        )
+
+
 def coin_reward(prompt: Prompt, text: str) -> float:
-    """Reward 0 or 1 by a hash of the text: an untrained model earns nothing, and a group whose rewards are all equal
+    """Return 0 or 1 by a hash of the text: an untrained model earns nothing, and a group whose rewards are all equal
     is not trained on."""
     return float(zlib.crc32(text.encode()) % 2)
 
 
-# -- measurement -------------------------------------------------------------------------------------------------------
+def run_logged(command: Sequence[str], log: Path, **environment: str) -> None:
+    """Run the command in the repository root, with its output in `log`. Raises RuntimeError with the end of `log` when
+    it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    variables = os.environ | {"PYTHONPATH": PYTHON_PATH} | environment
+    with log.open("w") as file:
+        code = subprocess.run(command, cwd=REPO_ROOT, env=variables, stdout=file, stderr=file, check=False).returncode
+    if code != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text()[-3000:]}")
 
 
-async def interleaved(arms: Mapping[str, Callable[[int], Awaitable[T]]], repeats: int) -> dict[str, list[T]]:
-    """Run the arms in turns, A B A B ..., so that a busy spell of the machine slows every arm down. Each arm is called
-    with the number of the repetition."""
-    results: dict[str, list[T]] = {name: [] for name in arms}
-    for repetition in range(repeats):
-        for name, arm in arms.items():
-            results[name].append(await arm(repetition))
-    return results
-
-
-def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> float:
-    """Median of the ratios of neighbouring runs, in which the drift of the machine cancels out."""
-    return median(value / base for value, base in zip(values, baseline, strict=True))
-
-
-# -- output ------------------------------------------------------------------------------------------------------------
+def train(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Run scripts.train, with its output in RUN_DIR.log. Returns summary.json. Raises RuntimeError when it failed."""
+    command = [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *QUIET, *overrides]
+    run_logged(command, run_dir.with_suffix(".log"))
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def peak_host_bytes() -> int:
-    """Host memory that this process has held at most. Linux counts in `ru_maxrss` what the process that started this
-    one held, too."""
+    """Return the most host memory that this process has held."""
+    # Not `ru_maxrss`, in which Linux counts what the process that started this one held, too.
     lines = Path("/proc/self/status").read_text().splitlines()
     kilobytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(kilobytes) * 1024
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table to standard output, the first column aligned left, the others right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [title, _line(header, widths), "  ".join("-" * width for width in widths)]
-    lines += [_line(row, widths) for row in rows]
-    write_line("\n".join(lines) + "\n")
-
-
-def write_json(figures: Mapping[str, Any]) -> None:
-    """Write the last line of a benchmark; floats get four places."""
-    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}
-    write_line(json.dumps(rounded))
-
-
-def write_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *others = zip(cells, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]).rstrip()

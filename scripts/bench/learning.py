@@ -1,29 +1,35 @@
-"""What staleness costs in learning, and what the correction recovers: accuracy against samples and against seconds.
+"""The question: what does staleness cost in learning, and what does the correction recover? Accuracy against samples
+and seconds. An hour on two cores.
 
-python -m scripts.bench.learning [--seeds 3] [--staleness 1 2 4 8] [--steps 120] [--picture docs/assets/learning.png]
+python -m scripts.bench.learning [--seeds 3] [--steps 120] [--picture docs/assets/learning.png]
+python -m scripts.bench.learning --arms S8_corrected S8_exact --dtype bfloat16
 
-The default task is trained with seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with each bound, with
-and without correction. The replicas are kept from arm to arm; each arm starts from the seed's warm model with new train
-workers.
+The default task is trained with seeds 0, 1, 2: synchronous (max_staleness=0), and asynchronous with bounds of 1, 2, 4
+and 8 versions, with and without correction. The replicas are kept from arm to arm; each arm starts from the seed's warm
+model with new train workers.
 
 - corrected, the default: the ratio is against the policy that sampled each token (algorithm.proximal=rollout).
 - uncorrected: stale tokens are trained as if the current policy had sampled them (algorithm.proximal=current, no
   importance weights): the ratio is 1, nothing is clipped.
+- exact, only with --arms: the ratio is against the version that sampled each token, as the trainer computes it
+  (algorithm.proximal=exact), and importance weights correct for what the replicas compute otherwise, in --dtype.
+- near, masked, stacked, m2po and vespo, only with --arms: the corrections of 2026. near is prime-rl's default (dppo_tv
+  and a squared log ratio to the policy that sampled), masked off-policy sequence masking, stacked truncated weights
+  with masks of tokens, sequences and outliers.
 
-The last line of the output is JSON, with means over the seeds for each arm: synchronous, S<bound>_corrected,
-S<bound>_uncorrected.
+The last line is JSON, with means over the seeds for each arm: synchronous, and S<bound>_ with one of these names.
 
     accuracy_<arm>    held-out accuracy at the end
     seconds_<arm>     seconds of the training steps
+    score_<arm>       of an exact arm: seconds that it scored stale tokens, as a share of those in optimizer steps
+    mismatch_<arm>    of an exact arm: mean of |log mu - log pi_old|, in nats a token
+    staleness_<arm>   of an exact arm: mean of log pi_old - log pi
 """
 
-import argparse
 import asyncio
-import logging
-import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,34 +40,38 @@ from matplotlib.figure import Figure
 
 from configs.algorithm import Correction, Proximal
 from configs.checkpoint import CheckpointConfig
-from configs.schema import Config
+from configs.schema import Config, DType
 from rollout.types import FloatArray, TrajectoryGroup
-from scripts.bench.another_run import another_run
-from scripts.bench.common import show_table, write_json
+from scripts.bench.harness import Figures, Runs, make_parser, take_turns
+from scripts.bench.trainings import another_run, started_run
 from scripts.launch import models
-from scripts.launch.cluster import cluster, resolve_device
-from scripts.launch.data import load_rows
-from scripts.launch.run import train
-from scripts.launch.start import StartedRun, make_workers, owner, start
+from scripts.launch.run import Training
+from scripts.launch.start import StartedRun, make_workers
+from scripts.observe.tables import show_table, write_json
 from trainer.tokens import TrainedTokens
 from trainer.tracking.console import PlainConsole
+from trainer.tracking.proof import NO_EVIDENCE, Evidence
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
-from weight_sync.transports.cleanup import release_all
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    max_staleness: int
-    corrected: bool
-
-    @property
-    def name(self) -> str:
-        if self.max_staleness == 0:
-            return "synchronous"
-        return f"S={self.max_staleness} {'corrected' if self.corrected else 'uncorrected'}"
+SYNCHRONOUS = "synchronous"
+KINDS: dict[str, dict[str, Any]] = {
+    "corrected": {},
+    "uncorrected": {"proximal": Proximal.current, "correction": Correction.none},
+    "exact": {"proximal": Proximal.exact},
+    "near": {"loss": "dppo_tv", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "kl_rollout_coef": 1e-3},
+    "masked": {"rejections": {"opsm": [0.05]}},
+    "stacked": {
+        "proximal": Proximal.current,
+        "rejections": {"token_k1": [0.5, 2], "seq_mean_k1": [0.9, 1.1], "seq_max_k1": [1e-4, 100]},
+    },
+    "m2po": {"loss": "m2po"},
+    "vespo": {"loss": "vespo"},
+}
+"""The keys of `algorithm` that differ from the default, by the second half of an arm's name."""
+ARMS = [SYNCHRONOUS, *(f"S{bound}_{kind}" for bound in (1, 2, 4, 8) for kind in ("corrected", "uncorrected"))]
+MEASURED = {"mismatch": "mismatch/logprob_diff_mean", "staleness": "staleness/kl"}
+"""The metrics that an exact arm tells, by figure."""
 
 
 class Curve(RunRecorder):
@@ -70,10 +80,11 @@ class Curve(RunRecorder):
     def __init__(self, run_dir: Path, console: PlainConsole):
         super().__init__(run_dir, Tracker([]), console)
         self.samples = {0: 0}
-        """Trajectories trained."""
+        """Trained trajectories, by step."""
         self.seconds = {0: 0.0}
         self.accuracy: dict[int, float] = {}
         """Held-out accuracy. A step that is due while another evaluation runs is skipped, and is missing here."""
+        self.metrics: list[dict[str, float]] = []
 
     def record_step(
         self,
@@ -82,59 +93,89 @@ class Curve(RunRecorder):
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
         tokens: TrainedTokens | None = None,
+        evidence: Evidence = NO_EVIDENCE,
     ) -> None:
-        super().record_step(global_steps, metrics, groups, advantages, tokens)
+        super().record_step(global_steps, metrics, groups, advantages, tokens, evidence)
         self.samples[global_steps] = self.counts.trajectories
         self.seconds[global_steps] = self.counts.training_seconds
+        self.metrics.append(metrics)
 
     def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
         super().record_evaluation(global_steps, evaluation)
         self.accuracy[global_steps] = evaluation.accuracy
 
-
-def final(curve: Curve) -> tuple[float, float]:
-    """Return the last accuracy, and the seconds until its step."""
-    last = max(curve.accuracy)
-    return curve.accuracy[last], curve.seconds[last]
-
-
-async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_path: str, console: PlainConsole) -> Curve:
-    """Train with new train workers from the seed's warm model."""
-    workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
-    try:
-        await workers.setup(policy_path)
-        curve = Curve(Path(tempfile.mkdtemp(dir=run_dir)), console)
-        started = await another_run(config, parts, workers)
-        await train(config, started, console=console, recorder=curve)
-        return curve
-    finally:
-        workers.kill()
+    def last(self) -> Figures:
+        """Return the last accuracy, and the seconds until its step."""
+        step = max(self.accuracy)
+        figures = {"accuracy": self.accuracy[step], "seconds": self.seconds[step]}
+        exact = [metrics for metrics in self.metrics if "mismatch/kl" in metrics]  # steps that have learned something
+        if not exact:
+            return figures
+        score, train = (sum(m.get(f"timing_s/{part}", 0.0) for m in self.metrics) for part in ("score", "train_step"))
+        figures["score"] = score / train
+        return figures | {name: mean(m[metric] for m in exact) for name, metric in MEASURED.items()}
 
 
-async def train_all(base: Config, arms: Sequence[Arm], num_seeds: int) -> list[dict[Arm, Curve]]:
-    """Train all arms of each seed on the same replicas. Returns the curves of each seed."""
-    results: list[dict[Arm, Curve]] = []
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a training")
+    parser.add_argument(
+        "--arms", nargs="+", default=ARMS, help=f"synchronous, or S<bound>_ and one of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--dtype", type=DType, choices=list(DType), default=DType.float32, help="of the replicas")
+    parser.add_argument("--picture", type=Path, default=None, help="a .png of the learning curves")
+    options = parser.parse_args()
+    base = Config()
+    trainer = replace(base.trainer, total_steps=options.steps, eval_every=20)
+    rollout = replace(base.rollout, dtype=options.dtype)
+    base = replace(base, trainer=trainer, rollout=rollout, checkpoint=CheckpointConfig(every=0))
+    arms = {name: with_arm(base, name) for name in options.arms}
+    runs, curves = asyncio.run(train_all(base, arms, options.seeds))
+    figures: dict[str, float] = {}
+    rows = []
+    for arm in runs.by_arm:
+        accuracies, seconds = runs.values("accuracy", arm), mean(runs.values("seconds", arm))
+        rows.append([arm, *(f"{value:.3f}" for value in (*accuracies, mean(accuracies))), f"{seconds:.1f}"])
+        figures |= {f"accuracy_{arm}": mean(accuracies), f"seconds_{arm}": round(seconds, 1)}
+        names = runs.by_arm[arm][0].keys() - {"accuracy", "seconds"}
+        figures |= {f"{name}_{arm}": mean(runs.values(name, arm)) for name in sorted(names)}
+    seeds = [f"seed {seed}" for seed in range(options.seeds)]
+    show_table("held-out accuracy at the end", ["arm", *seeds, "mean", "seconds"], rows)
+    if options.picture is not None:
+        draw(curves, options.picture)
+    write_json(figures)
+
+
+def with_arm(config: Config, name: str) -> Config:
+    """Return the config of an arm. Raises ValueError for a name that stands for none."""
+    bound, _, kind = ("S0_corrected" if name == SYNCHRONOUS else name).partition("_")
+    if kind not in KINDS or not bound.startswith("S"):
+        raise ValueError(f"--arms {name}: must be {SYNCHRONOUS}, or S<bound>_ and one of {', '.join(KINDS)}")
+    rollout = replace(config.rollout, max_staleness=int(bound[1:]))
+    return replace(config, algorithm=replace(config.algorithm, **KINDS[kind]), rollout=rollout)
+
+
+async def train_all(base: Config, arms: Mapping[str, Config], num_seeds: int) -> tuple[Runs, dict[str, list[Curve]]]:
+    """Train all arms of each seed on the same replicas."""
+    curves: dict[str, list[Curve]] = {name: [] for name in arms}
+    policy_paths: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
-        with (run_dir / "console.log").open("w") as log:
-            console = PlainConsole(base.trainer.total_steps, log)
-            async with cluster(base, resolve_device(base)):
-                try:
-                    parts = await start(base, "cpu", run_dir, rows=load_rows(base), console=console)
-                    parts.workers.kill()
-                    for seed in range(num_seeds):
-                        config = replace(base, seed=seed)
-                        warm_up = ray.remote(num_cpus=1)(warm_model)
-                        policy_path = await warm_up.remote(config)
-                        results.append({})
-                        for arm in arms:
-                            console = PlainConsole(base.trainer.total_steps, log)
-                            curve = await train_arm(with_arm(config, arm), parts, run_dir, policy_path, console)
-                            results[-1][arm] = curve
-                            logger.info("seed %d, %s: %.3f in %.1f s", seed, arm.name, *final(curve))
-                finally:
-                    release_all(base.weight_sync, owner(run_dir))
-    return results
+        async with started_run(base, run_dir) as parts:
+            parts.workers.kill()
+
+            async def run(name: str, seed: int) -> Figures:
+                config = replace(arms[name], seed=seed)
+                if seed not in policy_paths:
+                    # In a process of its own: torch keeps the memory and the threads of a warm-up.
+                    policy_paths[seed] = await ray.remote(num_cpus=1)(warm_model).remote(replace(base, seed=seed))
+                curve = await train_arm(config, parts, run_dir, policy_paths[seed])
+                curves[name].append(curve)
+                return curve.last()
+
+            turns = {name: lambda seed, name=name: run(name, seed) for name in arms}
+            return await take_turns(turns, num_seeds), curves
 
 
 def warm_model(config: Config) -> str:
@@ -142,73 +183,37 @@ def warm_model(config: Config) -> str:
     return next(event for event in models.warm_tiny_model(config) if isinstance(event, str))
 
 
-def with_arm(config: Config, arm: Arm) -> Config:
-    algorithm = config.algorithm
-    if not arm.corrected:
-        algorithm = replace(algorithm, proximal=Proximal.current, correction=Correction.none)
-    rollout = replace(config.rollout, max_staleness=arm.max_staleness)
-    return replace(config, algorithm=algorithm, rollout=rollout)
+async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_path: str) -> Curve:
+    """Train with new train workers from the seed's warm model."""
+    with (run_dir / "console.log").open("a") as log:
+        console = PlainConsole(config.trainer.total_steps, log)
+        workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
+        try:
+            await workers.setup(policy_path)
+            curve = Curve(Path(tempfile.mkdtemp(dir=run_dir)), console)
+            started = await another_run(config, parts, workers)
+            await Training(config=config, started=started, console=console, recorder=curve).run()
+            return curve
+        finally:
+            workers.kill()
 
 
-def summarize(results: Sequence[dict[Arm, Curve]]) -> dict[str, float]:
-    """Figures of the last line."""
-    summary: dict[str, float] = {}
-    for arm in results[0]:
-        key = arm.name.replace(" ", "_").replace("=", "")
-        summary[f"accuracy_{key}"] = round(mean(final(curves[arm])[0] for curves in results), 4)
-        summary[f"seconds_{key}"] = round(mean(final(curves[arm])[1] for curves in results), 1)
-    return summary
-
-
-def show(results: Sequence[dict[Arm, Curve]]) -> None:
-    header = ["arm", *(f"seed {seed}" for seed in range(len(results))), "mean", "seconds"]
-    rows = []
-    for arm in results[0]:
-        accuracies, seconds = zip(*(final(curves[arm]) for curves in results), strict=True)
-        shown = [f"{value:.3f}" for value in (*accuracies, mean(accuracies))]
-        rows.append([arm.name, *shown, f"{mean(seconds):.1f}"])
-    show_table("held-out accuracy at the end", header, rows)
-
-
-def draw(results: Sequence[dict[Arm, Curve]], path: Path) -> None:
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
     """Plot the mean accuracy over the seeds, against samples and against seconds of training."""
     figure = Figure(figsize=(11, 4))
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
-    for arm in results[0]:
-        curves = [of_seed[arm] for of_seed in results]
-        steps = sorted(set.intersection(*(set(curve.accuracy) for curve in curves)))
-        accuracy = [mean(curve.accuracy[step] for curve in curves) for step in steps]
-        style = {"linestyle": "-" if arm.corrected else ":", "marker": ".", "label": arm.name}
-        axes[0].plot([curves[0].samples[step] for step in steps], accuracy, **style)
-        seconds = [mean(curve.seconds[step] for curve in curves) for step in steps]
-        axes[1].plot(seconds, accuracy, **style)
+    for name, arm_curves in curves.items():
+        steps = sorted(set.intersection(*(set(curve.accuracy) for curve in arm_curves)))
+        accuracy = [mean(curve.accuracy[step] for curve in arm_curves) for step in steps]
+        style = {"linestyle": ":" if "uncorrected" in name else "-", "marker": ".", "label": name}
+        axes[0].plot([arm_curves[0].samples[step] for step in steps], accuracy, **style)
+        axes[1].plot([mean(curve.seconds[step] for curve in arm_curves) for step in steps], accuracy, **style)
     axes[0].set(xlabel="trajectories trained", ylabel="held-out accuracy")
     axes[1].set(xlabel="seconds of training")
     axes[1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
-    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4, 8], help="bounds to compare with 0")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of a training")
-    parser.add_argument("--eval-every", type=int, default=20, help="steps between evaluations")
-    parser.add_argument("--picture", type=Path, default=None, help="a .png of the learning curves")
-    options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    base = Config()
-    trainer = replace(base.trainer, total_steps=options.steps, eval_every=options.eval_every)
-    base = replace(base, trainer=trainer, checkpoint=CheckpointConfig(every=0))
-    arms = [Arm(0, True)]
-    arms += [Arm(bound, corrected) for bound in options.staleness for corrected in (True, False)]
-    results = asyncio.run(train_all(base, arms, options.seeds))
-    show(results)
-    if options.picture is not None:
-        draw(results, options.picture)
-    write_json(summarize(results))
 
 
 if __name__ == "__main__":

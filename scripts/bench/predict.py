@@ -1,49 +1,54 @@
-"""How well the predictor predicts: whole runs on real vLLM, Ray and FSDP2, against predictions from other runs.
+"""The question: how well does the predictor predict? Whole runs on real vLLM, Ray and FSDP2, against predictions from
+other runs. Half an hour on two cores.
 
-python -m scripts.bench.predict [--steps 16] [--only NAME ...] [--folder FOLDER]
+python -m scripts.bench.predict [--steps 16] [--only NAME ...]
 
 A profile is fitted to runs of two configurations, and predicts the held-out ones. Compared is the rate of all steps but
 the first, which warms up. The speed of a shared machine drifts by a fifth within minutes: so a short run of the same
 configuration, two steps off, is trained before and after each held-out one, and what was measured is multiplied by how
 much slower than on average these two were. All of them are part of the fit, and so is a synchronous run at the
-beginning and at the end.
+beginning and at the end. Responses are those of the untrained tiny model, half of them rewarded, and the learning rate
+is next to nothing, so that lengths stay what they were.
 
-Responses are those of the untrained tiny model, half of them rewarded, and the learning rate is next to nothing, so
-that lengths stay what they were. Runs that a folder already has are not trained again.
-
-The last line of the output is JSON:
+The last line is JSON:
 
     within_10_percent   held-out configurations whose samples/s were predicted within 10% of what was measured
     held_out            how many there were
-    worst               largest relative error of a held-out configuration
+    worst               the largest relative error of a held-out configuration
     drift               fastest over slowest run of the same configuration
 """
 
-import argparse
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from scripts.bench.common import show_table, write_json
-from scripts.predict.files import RunFiles, read_run
-from scripts.predict.fit import fit, measured_rate
-from scripts.predict.profile import Profile, to_json
-from scripts.predict.setup import Setup
-from scripts.predict.simulate import Prediction, simulate
+from scripts.bench.common import train
+from scripts.bench.harness import make_parser, progress
+from scripts.observe.tables import show_table, write_json
+from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run
+from scripts.simulate.profile import to_json
+from scripts.simulate.setup import Setup
+from scripts.simulate.simulate import simulate
 
 COMMON = (
-    *("model.warmup_steps=0", "data.num_train=2048", "data.num_val=1", "rollout.max_response_tokens=192"),
-    *("trainer.lr=1e-9", "trainer.eval_every=0", "checkpoint.every=0", "wandb.mode=disabled", "plain_console=true"),
-    *("rollout.max_num_seqs=96", "trainer.prompts_per_step=4", "trainer.events=true"),
+    "model.warmup_steps=0",
+    "data.num_train=2048",
+    "data.num_val=1",
+    "rollout.max_response_tokens=192",
+    "rollout.max_num_seqs=96",
     "rollout.reward=scripts.bench.predict:is_even",
+    "trainer.lr=1e-9",
+    "trainer.eval_every=0",
+    "trainer.prompts_per_step=4",
+    "trainer.events=true",
+    "checkpoint.every=0",
 )
 BESIDE = ("rollout.max_staleness=2",)
-"""In which both sides work at the same time: trained before and after each other run."""
+"""Trainer and engine work at the same time: trained before and after each other run."""
 SYNCHRONOUS = ("rollout.max_staleness=0",)
-"""In which they take turns."""
+"""Trainer and engine take turns."""
 HELD_OUT: dict[str, tuple[str, ...]] = {
     "one step off": ("rollout.max_staleness=1",),
     "staleness 6": ("rollout.max_staleness=6",),
@@ -57,87 +62,51 @@ BAR = 0.1
 
 
 def is_even(prompt: str, text: str) -> float:
-    """A reward that half of all answers get, whatever the model: so there is always something to train."""
+    """Reward half of all answers, whatever the model: so there is always something to train."""
     return float(len(text) % 2 == 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    name: str
-    measured: float
-    """Samples per second."""
-    drift: float
-    """How much slower than on average the machine was then."""
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        return self.predicted / (self.measured * self.drift) - 1
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, parts=list(HELD_OUT))
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a held-out run, an even number")
-    parser.add_argument("--only", nargs="+", choices=HELD_OUT, default=list(HELD_OUT), help="held-out configurations")
-    parser.add_argument("--folder", type=Path, help="of the runs [runs/bench_predict-TIME]")
     options = parser.parse_args()
-    folder = options.folder or Path("runs") / f"bench_predict-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-    bench(folder.resolve(), options.steps, options.only)
+    folder = Path("runs") / f"bench_predict-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+    measure(folder.resolve(), options.steps, options.only)
 
 
-def bench(folder: Path, steps: int, names: list[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    begins = trained(folder / "synchronous_0", steps, SYNCHRONOUS)
-    beside = [trained(folder / "beside_0", steps, BESIDE)]
-    held_out: list[RunFiles] = []
+def measure(folder: Path, steps: int, names: Sequence[str]) -> None:
+    synchronous = [measured(folder / "synchronous_0", steps, SYNCHRONOUS)]
+    beside = [measured(folder / "beside_0", steps, BESIDE)]
+    held_out: list[MeasuredRun] = []
     for number, name in enumerate(names, 1):
-        held_out.append(trained(folder / name.replace(" ", "_"), steps, HELD_OUT[name]))
-        beside.append(trained(folder / f"beside_{number}", steps, BESIDE))
-    profile = fit([*beside, begins, trained(folder / "synchronous_1", steps, SYNCHRONOUS)])
+        held_out.append(measured(folder / name.replace(" ", "_"), steps, HELD_OUT[name]))
+        beside.append(measured(folder / f"beside_{number}", steps, BESIDE))
+    synchronous.append(measured(folder / "synchronous_1", steps, SYNCHRONOUS))
+    profile = fit([*beside, *synchronous])
     (folder / "profile.json").write_text(to_json(profile))
-    rates = [measured_rate(run) for run in beside]
-    found = [
-        Compared(
-            name=name,
-            measured=measured_rate(run),
-            drift=2 * fmean(rates) / (rates[number] + rates[number + 1]),
-            predicted=predicted(profile, run).rate_after_first,
-        )
-        for number, (name, run) in enumerate(zip(names, held_out, strict=True))
-    ]
-    show(found, rates, steps)
-
-
-def trained(run_dir: Path, steps: int, overrides: tuple[str, ...]) -> RunFiles:
-    """Train in a process of its own. Raises CalledProcessError."""
-    if not (run_dir / "summary.json").is_file():
-        last = (f"trainer.total_steps={steps}", f"hydra.run.dir={run_dir}")
-        command = [sys.executable, "-m", "scripts.train", *COMMON, *overrides, *last]
-        with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return read_run(run_dir)
-
-
-def predicted(profile: Profile, run: RunFiles) -> Prediction:
-    """Of a whole run of its configuration: empty at its beginning, as it is."""
-    return simulate(profile, replace(Setup.of_mapping(run.config), steps=len(run.steps)), whole=True)
-
-
-def show(found: list[Compared], rates: list[float], steps: int) -> None:
-    rows = [
-        [one.name, f"{one.measured:.1f}", f"{one.drift:.2f}", f"{one.predicted:.1f}", f"{one.error:+.1%}"]
-        for one in found
-    ]
-    show_table(
-        f"samples/s of runs of {steps} steps", ["configuration", "measured", "drift", "predicted", "error"], rows
+    rates, rows, errors = [measured_rate(run) for run in beside], [], []
+    for number, (name, run) in enumerate(zip(names, held_out, strict=True)):
+        rate, drift = measured_rate(run), 2 * fmean(rates) / (rates[number] + rates[number + 1])
+        setup = replace(Setup.from_mapping(run.config), steps=len(run.steps))
+        predicted = simulate(profile, setup, whole=True).rate_after_first
+        errors.append(predicted / (rate * drift) - 1)
+        rows.append([name, f"{rate:.1f}", f"{drift:.2f}", f"{predicted:.1f}", f"{errors[-1]:+.1%}"])
+    header = ["configuration", "measured", "drift", "predicted", "error"]
+    show_table(f"samples/s of runs of {steps} steps", header, rows)
+    write_json(
+        {
+            "within_10_percent": sum(abs(error) <= BAR for error in errors),
+            "held_out": len(errors),
+            "worst": max(map(abs, errors)),
+            "drift": max(rates) / min(rates),
+        }
     )
-    figures = {
-        "within_10_percent": sum(abs(one.error) <= BAR for one in found),
-        "held_out": len(found),
-        "worst": max(abs(one.error) for one in found),
-        "drift": max(rates) / min(rates),
-    }
-    write_json(figures)
+
+
+def measured(run_dir: Path, steps: int, overrides: Sequence[str]) -> MeasuredRun:
+    progress(f"training {run_dir.name}")
+    train(run_dir, [*COMMON, *overrides, f"trainer.total_steps={steps}"])
+    return read_run(run_dir)
 
 
 if __name__ == "__main__":

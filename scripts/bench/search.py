@@ -1,16 +1,14 @@
-"""Many episodes that search at once in one process: how long a search takes, and whether the event loop stands still.
+"""The question: how long does a search take with many episodes in one process, and does the event loop stand still?
+Half a minute on two cores.
 
-python -m scripts.bench.search [--episodes 512] [--documents 20000] [--turn-s 2.0] [--seconds 20] [--world]
+python -m scripts.bench.search [--seconds 20] [--world]
 
-`--episodes` at once, each of three searches and an answer: the search environment and its loop are the real ones, and
-so is FTS5 over `--documents` articles of 100 words, whose frequencies fall as those of a language do (Zipf). With
-`--world` the articles are those of the generated world. A query has the title of an article and words of its text. The
-policy is scripted: a turn takes a log-normal time of `--turn-s` on average. As an episode ends the next one begins.
-
-Other processes hold the loop up as well. So a loop without any work, in a process of its own, is watched beside it in
-the same way: what holds that one up is the machine.
-
-The last line of the output is JSON.
+512 episodes at once, each of three searches and an answer: the search environment and its loop are the real ones, and
+so is FTS5 over 20,000 articles of 100 words, whose frequencies fall as those of a language do (Zipf). With `--world`
+the articles are those of the generated world. A query has the title of an article and words of its text. The policy is
+scripted: a turn takes a log-normal time of 2 s on average. As an episode ends the next one begins.
+Other processes hold the loop up as well: a loop without any work, in a process of its own, is watched beside it in the
+same way, and what holds that one up is the machine. The last line is JSON:
 
     search_ms_p50, search_ms_p95, search_ms_worst
                             from the call of the retriever to what it found, the queue before it included
@@ -22,11 +20,8 @@ The last line of the output is JSON.
                             the same of the loop without work
     stall_cpu_ms_worst      the most CPU time that the event loop's thread took between two of these sleeps. A loop that
                             had no core for long has more to do afterwards
-    loop_cpu                share of the time in which that thread ran
-    build_s                 to index the documents
 """
 
-import argparse
 import asyncio
 import itertools
 import math
@@ -41,54 +36,50 @@ from typing import Any
 
 import numpy as np
 
-from configs.runtime.collector import collect_rarely
+from rollout.actors.collector import collect_rarely
 from rollout.agents.loop import EpisodeTask
+from rollout.environments.search.documents import Document, Found, Retriever
+from rollout.environments.search.fts5 import Fts5Retriever
+from rollout.environments.search.tags import agent_loop
+from rollout.environments.search.world import World
 from rollout.request_ids import RequestId
-from rollout.search.documents import Document, Found, Retriever
-from rollout.search.fts5 import Fts5Retriever
-from rollout.search.tags import agent_loop
-from rollout.search.world import World
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
-from scripts.bench.common import show_table, write_json
-from scripts.bench.sessions.load import Gaps
+from scripts.bench.event_loop import Stalls
+from scripts.bench.harness import make_parser, show_figures
+from scripts.observe.tables import write_json
 
 SEARCHES = 3
-"""Of an episode."""
+"""The searches of an episode."""
+DOCUMENTS = 20_000
 WORDS = 100
-"""Of an article."""
+"""The words of an article."""
 VOCABULARY = 50_000
 TOPK = 3
 PREPARED = 5000
-"""Searches that the policy chooses from: what it says is tokenized before, as an engine does it elsewhere."""
+"""The searches that the policy chooses from: they are tokenized before, as an engine does it elsewhere."""
 SIGMA = 0.5
-"""Of the logarithm of a turn's time."""
+"""The standard deviation of the logarithm of a turn's time."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=512, help="at once")
-    parser.add_argument("--documents", type=int, default=20_000)
-    parser.add_argument("--turn-s", type=float, default=2.0, help="mean time of the policy's turns")
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="until no further episode begins")
     parser.add_argument("--world", action="store_true", help="search the articles of the generated world")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in agent workers
-    articles = World(0, options.documents).articles if options.world else made_up(options.documents)
-    began = time.perf_counter()
+    articles = World(0, DOCUMENTS).articles if options.world else made_up(DOCUMENTS)
     retriever = Fts5Retriever(articles)
-    build_s = time.perf_counter() - began
-    job = Job(articles=articles, episodes=options.episodes, turn_s=options.turn_s, seconds=options.seconds)
+    job = Job(articles=articles, seconds=options.seconds)
     with ProcessPoolExecutor(1, get_context("spawn")) as other:
         other.submit(os.getpid).result()  # starts it
         idle = other.submit(idle_stalls, options.seconds)
-        figures = asyncio.run(run(job, retriever)) | idle.result() | {"build_s": build_s}
-    rows = [[name, f"{value:.3g}"] for name, value in figures.items()]
-    show_table(f"{options.episodes} episodes at once, {len(articles)} documents", ["", ""], rows)
+        figures = asyncio.run(run(job, retriever)) | idle.result()
+    show_figures(f"{job.episodes} episodes at once, {len(articles)} documents", figures)
     write_json(figures)
 
 
 def made_up(num_documents: int) -> list[Document]:
-    """Articles of made-up words. The n-th most frequent word is n times rarer than the first."""
+    """Return articles of made-up words. The n-th most frequent word is n times rarer than the first."""
     drawn = np.random.default_rng(0)
     names = [_word(number) for number in range(VOCABULARY)]
     weights = 1 / np.arange(1, VOCABULARY + 1)
@@ -102,7 +93,7 @@ def made_up(num_documents: int) -> list[Document]:
 
 
 def _word(number: int) -> str:
-    """The n-th word: syllables in place of digits."""
+    """Return the n-th word: syllables in place of digits."""
     syllables = [first + last for first in "bdfgklmnprstvz" for last in "aeiou"]
     name = ""
     while number or not name:
@@ -114,16 +105,16 @@ def _word(number: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     articles: Sequence[Document]
-    episodes: int
-    """At once."""
-    turn_s: float
     seconds: float
-    """After which no episode begins any more."""
+    """The time after which no episode begins any more."""
+    episodes: int = 512
+    """The number that runs at once."""
+    turn_s: float = 2.0
 
 
 @dataclass(slots=True)
 class Timed:
-    """Notes how long the searches of a retriever take."""
+    """Notes how long the searches of a retriever take, and whether they find their article."""
 
     retriever: Retriever
     seconds: list[float] = field(default_factory=list)
@@ -131,12 +122,11 @@ class Timed:
 
     async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
         began = time.perf_counter()
-        found = await self.retriever.search(queries, topk)
+        results = await self.retriever.search(queries, topk)
         self.seconds.append(time.perf_counter() - began)
-        self.hits += sum(
-            query.startswith(one.documents[0].title) for query, one in zip(queries, found, strict=True) if one.documents
-        )
-        return found
+        for query, result in zip(queries, results, strict=True):
+            self.hits += bool(result.documents) and query.startswith(result.documents[0].title)
+        return results
 
     async def close(self) -> None:
         await self.retriever.close()
@@ -148,13 +138,13 @@ class Searcher:
     def __init__(self, job: Job, tokenizer: Any):
         self._turn_s, self._drawn = job.turn_s, random.Random(0)
         says = [*map(self._search, self._drawn.choices(job.articles, k=PREPARED)), "<answer>none</answer>"]
-        self._said = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in says]
+        self._replies = [np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32) for text in says]
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         (request,) = requests
         await asyncio.sleep(self._turn_s * math.exp(self._drawn.gauss(-(SIGMA**2) / 2, SIGMA)))
         is_last = request.request_id.turn == SEARCHES
-        token_ids = self._said[-1] if is_last else self._said[self._drawn.randrange(PREPARED)]
+        token_ids = self._replies[-1] if is_last else self._replies[self._drawn.randrange(PREPARED)]
         return [
             Completion(
                 token_ids=token_ids,
@@ -174,7 +164,7 @@ async def run(job: Job, retriever: Retriever) -> dict[str, float]:
     from trainer.tiny.model import build_tokenizer  # takes seconds to import
 
     tokenizer = build_tokenizer(article.text for article in job.articles[:200])
-    timed, gaps = Timed(retriever), Gaps()
+    timed, stalls = Timed(retriever), Stalls()
     loop = agent_loop(tokenizer, retriever=timed, topk=TOPK)
     policy, numbers = Searcher(job, tokenizer), itertools.count()
     collect_rarely()  # as agent workers do
@@ -186,7 +176,7 @@ async def run(job: Job, retriever: Retriever) -> dict[str, float]:
             episode = await loop.run_episode(_task(next(numbers)), policy.generate)
             assert episode.result is None or episode.result.error is None, episode.result
 
-    async with gaps.watched():
+    async with stalls.watched():
         await asyncio.gather(*map(one_after_another, range(job.episodes)))
     seconds = time.perf_counter() - began
     await retriever.close()
@@ -197,29 +187,21 @@ async def run(job: Job, retriever: Retriever) -> dict[str, float]:
         "search_ms_worst": float(worst),
         "searches_per_s": len(timed.seconds) / seconds,
         "found": timed.hits / len(timed.seconds),
-        **stalls("stall", gaps),
-        "stall_cpu_ms_worst": 1000 * max(gaps.loop_cpu),
-        "loop_cpu": sum(gaps.loop_cpu) / seconds,
+        **stalls.figures(),
+        "stall_cpu_ms_worst": 1000 * max(stalls.loop_cpu),
     }
 
 
 def idle_stalls(seconds: float) -> dict[str, float]:
-    """Of a loop without work."""
-    gaps = Gaps()
+    """Watch a loop without work."""
+    stalls = Stalls()
 
     async def wait() -> None:
-        async with gaps.watched():
+        async with stalls.watched():
             await asyncio.sleep(seconds)
 
     asyncio.run(wait())
-    return stalls("idle_stall", gaps)
-
-
-def stalls(name: str, gaps: Gaps) -> dict[str, float]:
-    return {
-        f"{name}_ms_p999": 1000 * float(np.percentile(gaps.wall, 99.9)),
-        f"{name}_ms_worst": 1000 * max(gaps.wall),
-    }
+    return stalls.figures("idle_stall")
 
 
 def _task(number: int) -> EpisodeTask:

@@ -1,15 +1,16 @@
-"""What trainer.layout=tree saves: tokens computed and seconds of forward and backward, over a row per sequence.
+"""The question: what does trainer.layout=tree save over a row per sequence? Tokens and seconds of a step. Two minutes
+on two cores.
 
-python -m scripts.bench.tree [--repeats 5] [--turns 8] [--group-size 8] [--turn-tokens 16] [--width 256] [--layers 3]
+python -m scripts.bench.tree [--repeats 5]
 
 Groups of sessions on one CPU core, with random tokens and weights. A turn is an answer of the model and as many tokens
-of the other side. Both layouts train the same step, by turns.
+of the other side. The arms `tree` and `rows` train the same step.
 
 - linear: no branches; the prompt is three quarters of every sequence, and shared by the group.
 - branches: the same, and each turn of a session was sampled twice: a second answer branches off that leads no further.
 - nothing: no branches, and every session has a prompt of its own.
 
-The last line of the output is JSON, with medians over the repetitions for each of the three:
+The last line is JSON, with medians over the repetitions for each of the three:
 
     tokens_tree_<name>, tokens_rows_<name>     tokens computed, padding included
     seconds_tree_<name>, seconds_rows_<name>   layout, forward and backward of the step
@@ -17,14 +18,9 @@ The last line of the output is JSON, with medians over the repetitions for each 
     loss_difference_ppm_<name>                 of the two losses, in millionths of them
 """
 
-import argparse
 import asyncio
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from statistics import median
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,7 +28,8 @@ import torch
 from configs.algorithm import AlgorithmConfig
 from configs.schema import Config, Layout
 from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
-from scripts.bench.common import interleaved, median_ratio, show_table, write_json
+from scripts.bench.harness import Figures, make_parser, take_turns
+from scripts.observe.tables import write_json
 from trainer.advantages.credit import assign_credit
 from trainer.batch import assemble
 from trainer.losses.objective import Objective
@@ -41,9 +38,9 @@ from trainer.tokens import sampled_tokens
 from trainer.worker.model import Policy
 
 WORKLOADS = ("linear", "branches", "nothing")
-LAYOUTS = {"tree": Layout.tree, "rows": Layout.rows}
 SHARED = 3
-"""A prompt has so many times the tokens of all turns."""
+"""The tokens of a prompt over those of all turns."""
+TOKENS_PER_MICRO_BATCH = 8192
 CPU = torch.device("cpu")
 
 
@@ -54,21 +51,13 @@ class Shape:
     turns: int = 8
     group_size: int = 8
     turn_tokens: int = 16
-    """Half of them sampled."""
+    """The tokens of a turn, half of them sampled."""
     width: int = 256
     layers: int = 3
-    tokens_per_micro_batch: int = 8192
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    tokens: int
-    seconds: float
-    loss: float
 
 
 def make_group(shape: Shape, workload: str) -> TrajectoryGroup:
-    """A group of sessions, half of them rewarded."""
+    """Return a group of sessions, half of them rewarded."""
     random = np.random.default_rng(0)
     length = SHARED * shape.turns * shape.turn_tokens
     prompts = random.integers(4, VOCAB_SIZE, (shape.group_size, length)).astype(np.int32)
@@ -94,15 +83,16 @@ def _session(
     answer = shape.turn_tokens // 2
     response_ids = random.integers(4, VOCAB_SIZE, shape.turns * shape.turn_tokens).astype(np.int32)
     loss_mask = np.arange(len(response_ids)) % shape.turn_tokens < answer
-    sequences = [_sequence(prompt_ids, response_ids, loss_mask)]
+    sequences = [make_sequence(prompt_ids, response_ids, loss_mask)]
     for start in range(0, len(response_ids) if has_branches else 0, shape.turn_tokens):
         begun = np.concatenate([prompt_ids, response_ids[:start]])
         other_ids = random.integers(4, VOCAB_SIZE, answer).astype(np.int32)
-        sequences.append(_sequence(begun, other_ids, np.ones(answer, np.bool_)))
+        sequences.append(make_sequence(begun, other_ids, np.ones(answer, np.bool_)))
     return tuple(sequences)
 
 
-def _sequence(prompt_ids: IntArray, response_ids: IntArray, loss_mask: np.ndarray) -> TokenSequence:
+def make_sequence(prompt_ids: IntArray, response_ids: IntArray, loss_mask: np.ndarray) -> TokenSequence:
+    """Return a sequence that a policy has sampled which finds all tokens equally likely."""
     return TokenSequence(
         prompt_ids=prompt_ids,
         response_ids=response_ids,
@@ -112,13 +102,20 @@ def _sequence(prompt_ids: IntArray, response_ids: IntArray, loss_mask: np.ndarra
     )
 
 
-async def train_step(policy: Policy, group: TrajectoryGroup, layout: Layout, budget: int, repetition: int) -> Outcome:
-    """Forward and backward of one step, whose gradient is thrown away."""
+def train_step(policy: Policy, group: TrajectoryGroup, layout: Layout) -> Figures:
+    """Compute forward and backward of one step, whose gradient is thrown away."""
     algorithm = AlgorithmConfig()
     tokens = assign_credit([group], sampled_tokens([group], 0), {}, Config(algorithm=algorithm), 0).tokens
     objective, loss, computed = Objective(algorithm), 0.0, 0
     started = time.perf_counter()
-    step = assemble([group], tokens, layout=layout, num_ranks=1, tokens_per_micro_batch=budget, keep_idle=False)
+    step = assemble(
+        [group],
+        tokens,
+        layout=layout,
+        num_ranks=1,
+        tokens_per_micro_batch=TOKENS_PER_MICRO_BATCH,
+        keep_idle=False,
+    )
     for batch in step.micro_batches[0]:
         logprobs, entropy = policy(batch, CPU)
         share = objective(logprobs, entropy, batch).loss
@@ -126,7 +123,7 @@ async def train_step(policy: Policy, group: TrajectoryGroup, layout: Layout, bud
         loss, computed = loss + share.item(), computed + batch.input_ids.size
     seconds = time.perf_counter() - started
     policy.zero_grad()
-    return Outcome(tokens=computed, seconds=seconds, loss=loss)
+    return {"tokens": computed, "seconds": seconds, "loss": loss}
 
 
 async def measure(shape: Shape, repeats: int) -> dict[str, float]:
@@ -134,46 +131,27 @@ async def measure(shape: Shape, repeats: int) -> dict[str, float]:
     size = ModelSize(hidden_size=shape.width, num_layers=shape.layers)
     policy = Policy(build_model(VOCAB_SIZE, seed=0, size=size), temperature=1.0)
     figures: dict[str, float] = {}
-    rows = []
     for workload in WORKLOADS:
         group = make_group(shape, workload)
         arms = {
-            name: partial(train_step, policy, group, layout, shape.tokens_per_micro_batch)
-            for name, layout in LAYOUTS.items()
+            "tree": lambda _, group=group: train_step(policy, group, Layout.tree),
+            "rows": lambda _, group=group: train_step(policy, group, Layout.rows),
         }
-        await interleaved(arms, 1)  # the first of each pays for memory and imports
-        outcomes = await interleaved(arms, repeats)
-        found = _figures(outcomes["tree"], outcomes["rows"])
-        figures |= {f"{name}_{workload}": value for name, value in found.items()}
-        rows.append([workload, *(f"{value:.3g}" for value in found.values())])
-    show_table("tree over a row per sequence", ["", *found], rows)
+        runs = await take_turns(arms, repeats, warm_ups=1)
+        loss = {arm: runs.median("loss", arm) for arm in arms}
+        compared = {f"{figure}_{arm}": runs.median(figure, arm) for figure in ("tokens", "seconds") for arm in arms}
+        compared |= {f"{figure}_ratio": runs.ratio(figure, "tree", over="rows") for figure in ("tokens", "seconds")}
+        compared["loss_difference_ppm"] = abs(loss["tree"] - loss["rows"]) / abs(loss["rows"]) * 1e6
+        figures |= {f"{name}_{workload}": value for name, value in compared.items()}
+        runs.show(f"sessions: {workload}", {"seconds": ".2f", "tokens": ",.0f"}, over="rows")
     return figures
 
 
-def _figures(tree: Sequence[Outcome], rows: Sequence[Outcome]) -> dict[str, float]:
-    in_tree, in_rows = [one.seconds for one in tree], [one.seconds for one in rows]
-    return {
-        "tokens_tree": tree[0].tokens,
-        "tokens_rows": rows[0].tokens,
-        "tokens_ratio": tree[0].tokens / rows[0].tokens,
-        "seconds_tree": median(in_tree),
-        "seconds_rows": median(in_rows),
-        "seconds_ratio": median_ratio(in_tree, in_rows),
-        "loss_difference_ppm": abs(tree[0].loss - rows[0].loss) / abs(rows[0].loss) * 1e6,
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    for name in ("turns", "group_size", "turn_tokens", "width", "layers"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Shape(), name))
-    options = vars(parser.parse_args(arguments))
-    repeats = options.pop("repeats")
+def main() -> None:
+    repeats = make_parser(__doc__, repeats=5).parse_args().repeats
     torch.set_num_threads(1)  # as a train worker on CPUs
-    write_json(asyncio.run(measure(replace(Shape(), **options), repeats)))
-    return 0
+    write_json(asyncio.run(measure(Shape(), repeats)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

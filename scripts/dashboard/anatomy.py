@@ -1,36 +1,46 @@
-"""Why a step took as long as it did: its groups from claim to training, and the path that it waited for.
+"""The screen Batch: why a step took as long as it did. Its groups from claim to training, and what it waited for.
 
-Of a run with events every phase is known; of an older one only when each episode ran and how long its reward took.
+With events every phase is known; without, only when each episode ran and how long its reward took.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from scripts.dashboard.happened import Window
-from scripts.dashboard.steps import StepIndex
-from trainer.tracking.events.slices import version_slices
-from trainer.tracking.events.view import GroupView, RunView, StepView, TrajectoryView
+from scripts.observe.events import Window
+from scripts.observe.run import Row, Run, StepIndex
+from scripts.observe.slices import version_slices
+from scripts.observe.view import GroupView, RunView, StepView, TrajectoryView
 
 PARTS = {
     "wait": "waiting for its batch",
     "assemble": "putting the batch together",
     "score": "scoring it",
     "train": "training",
-    "update": "waiting for a weight update or publishing",
+    "update": "waiting for a weight update or publishing weights",
     "checkpoint": "copying a checkpoint",
 }
-"""Part of a step -> what it is, in a sentence."""
+"""The parts of a step as a sentence names them."""
 MOST_GROUPS = 64
-"""Groups in one picture: those that were ready last."""
+"""The number of groups in one picture: those that were ready last."""
 
 
-def anatomy(window: Window, number: int) -> dict[str, Any]:
-    """Of a step of a run with events. Times are seconds since the start of the step; those before it are negative.
+def anatomy(run: Run, step: int) -> Any:
+    """Return the picture of a step, from its events or else from its records."""
+    index = run.event_index
+    index.read_on()
+    known = index.view.steps.get(step)
+    if known is not None and known.start is not None and known.ordinals:
+        return picture(index.read_steps(step, step), step) | {"step": step}
+    return picture_of_records(run.index(step), step) | {"step": step}
 
-    `groups`: the latest ready first, each with `claimed`, `ready` and `trajectories`; a trajectory has `bars` of
-    [kind, start, end, version], kind being wait, turn, tool or reward. `critical`: [ordinal, episode] of what the step
-    waited for, None where all was ready before it began.
+
+def picture(window: Window, number: int) -> dict[str, Any]:
+    """Return a step as its events show it. Times are seconds since its start; those before it are negative.
+
+    `groups` has the latest ready first, each with `claimed`, `ready` and `trajectories`; a trajectory has `bars` of
+    [kind, start, end, version], the kind being wait, turn, tool or reward. `critical` is the [ordinal, episode] that
+    the step waited for, None if all was ready before it began.
     """
     view, step = window.view, window.view.steps[number]
     zero = step.start if step.start is not None else window.since
@@ -72,8 +82,13 @@ def _group(view: RunView, group: GroupView, zero: float, until: float) -> dict[s
         "min_version": group.min_version,
         "moves": [move.why for move in group.moves],
         "trajectories": [
-            {"episode": one.episode, "reward": one.reward, "error": one.error, "bars": _bars(view, one, zero, until)}
-            for one in trajectories
+            {
+                "episode": trajectory.episode,
+                "reward": trajectory.reward,
+                "error": trajectory.error,
+                "bars": _bars(view, trajectory, zero, until),
+            }
+            for trajectory in trajectories
         ],
     }
 
@@ -82,12 +97,10 @@ def _bars(view: RunView, trajectory: TrajectoryView, zero: float, until: float) 
     bars: list[list[Any]] = []
     for turn in trajectory.turns:
         end = until if turn.end is None else turn.end
-        updates = view.updates[turn.replica]
-        swaps = [(one.swapped, version) for version, one in updates.items() if one.swapped is not None]
         begins = turn.start if turn.first_token is None else turn.first_token
         if begins > turn.start:
             bars.append(["wait", _at(turn.start, zero), _at(begins, zero), None])
-        cuts = version_slices(begins, end, turn.borders, swaps)
+        cuts = version_slices(begins, end, turn.borders, view.find_swaps(turn))
         bars += [["turn", _at(cut.start, zero), _at(cut.end, zero), cut.version] for cut in cuts]
     bars += [["tool", _at(tool.start, zero), _at(tool.end or until, zero), None] for tool in trajectory.tools]
     if (reward := trajectory.reward_span) is not None:
@@ -96,18 +109,18 @@ def _bars(view: RunView, trajectory: TrajectoryView, zero: float, until: float) 
 
 
 def _waited(step: StepView, last: GroupView) -> bool:
-    """Whether the step waited for the group, the last of its batch to be ready."""
+    """Return whether the step waited for the group, the last of its batch to be ready."""
     wait = next((span for part, span in step.parts if part == "wait"), None)
     return wait is not None and (last.ready or 0.0) > wait.start
 
 
 def _why(step: StepView, groups: list[GroupView], critical: TrajectoryView | None) -> str:
-    """A sentence with the longest part of the step and, where it waited, for what."""
+    """Say in a sentence which part of the step was the longest and, if it waited, for what."""
     parts: defaultdict[str, float] = defaultdict(float)
     for part, span in step.parts:  # a step has several of a kind: it waits for the update before, and publishes
         parts[part] += (span.end or span.start) - span.start
     if not parts or step.start is None:
-        return "the events have no parts of this step"
+        return "The events have no parts of this step."
     longest = max(parts, key=lambda part: parts[part])
     total = max(span.end or span.start for _, span in step.parts) - step.start
     text = f"Step {step.global_steps} took {total:.2f} s, {parts[longest]:.2f} s of it {PARTS[longest]}."
@@ -120,34 +133,26 @@ def _why(step: StepView, groups: list[GroupView], critical: TrajectoryView | Non
     reward = critical.reward_span
     scored = 0.0 if reward is None else (reward.end or reward.start) - reward.start
     claimed = (
-        "" if last.claimed is None or last.ready is None else f", claimed {last.ready - last.claimed:.2f} s before"
+        "" if last.claimed is None or last.ready is None else f", claimed {last.ready - last.claimed:.2f} s earlier"
     )
     return (
-        f"{text} The last group to be ready was of prompt {last.ordinal}{claimed}; its last episode "
-        f"{critical.episode} spent {turns:.2f} s at replicas, {first:.2f} s of it until first tokens, "
-        f"{tools:.2f} s in tools, {scored:.2f} s on its reward."
+        f"{text} The last group to become ready was that of prompt {last.ordinal}{claimed}. Its last episode "
+        f"({critical.episode}) spent {turns:.2f} s at replicas ({first:.2f} s of it before first tokens), "
+        f"{tools:.2f} s in tools, and {scored:.2f} s on its reward."
     )
 
 
-def anatomy_of_records(index: StepIndex, number: int) -> dict[str, Any]:
-    """Of a step of a run without events: when each episode ran. Times are seconds since the first of them began."""
+def picture_of_records(index: StepIndex, number: int) -> dict[str, Any]:
+    """Return a step without events: when each episode ran. Times are seconds since the first of them began."""
     rows = [entry.row for entry in index.entries if entry.row.began]
     zero = min((row.began for row in rows), default=0.0)
-    groups: dict[int, list[Any]] = {}
-    for row in rows:
-        groups.setdefault(row.ordinal, []).append(row)
-    ends = {
-        ordinal: max(row.began + row.generate_s + row.reward_s for row in group) for ordinal, group in groups.items()
-    }
-    order = sorted(groups, key=lambda ordinal: ends[ordinal], reverse=True)
-    last = max(rows, key=lambda row: row.began + row.generate_s + row.reward_s, default=None)
-
-    def trajectory(row: Any) -> dict[str, Any]:
-        start, end = row.began - zero, row.began - zero + row.generate_s
-        bars = [["turn", round(start, 5), round(end, 5), row.versions[-1] if row.versions else None]]
-        bars.append(["reward", round(end, 5), round(end + row.reward_s, 5), None])
-        return {"episode": row.index, "reward": row.reward, "error": row.error, "bars": bars}
-
+    last = max(rows, key=_end_of_row, default=None)
+    groups: defaultdict[int, list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=_end_of_row, reverse=True):
+        groups[row.ordinal].append(row)  # the latest first, and so is the first row of each
+    why = f"Step {number}: this run has no events, so only episodes and rewards are known."
+    if last is not None:
+        why += f" The last to end was episode {last.index} of prompt {last.ordinal}."
     return {
         "source": "records",
         "zero": zero,
@@ -155,18 +160,30 @@ def anatomy_of_records(index: StepIndex, number: int) -> dict[str, Any]:
         "total": len(groups),
         "left_out": max(0, len(groups) - MOST_GROUPS),
         "critical": None if last is None else [last.ordinal, last.index],
-        "why": f"Step {number}: this run has no events, so only episodes and rewards are known."
-        + ("" if last is None else f" The last to end was episode {last.index} of prompt {last.ordinal}."),
-        "groups": [
-            {
-                **{"ordinal": ordinal, "reward": None, "min_version": None, "moves": []},
-                **{"claimed": round(min(row.began for row in groups[ordinal]) - zero, 5)},
-                **{"ready": round(ends[ordinal] - zero, 5)},
-                "trajectories": [
-                    trajectory(row)
-                    for row in sorted(groups[ordinal], key=lambda row: row.generate_s + row.reward_s, reverse=True)
-                ],
-            }
-            for ordinal in order[:MOST_GROUPS]
-        ],
+        "why": why,
+        "groups": [_group_of_rows(group, zero) for group in list(groups.values())[:MOST_GROUPS]],
     }
+
+
+def _end_of_row(row: Row) -> float:
+    return row.began + row.generate_s + row.reward_s
+
+
+def _group_of_rows(rows: list[Row], zero: float) -> dict[str, Any]:
+    longest_first = sorted(rows, key=lambda row: row.generate_s + row.reward_s, reverse=True)
+    return {
+        "ordinal": rows[0].ordinal,
+        "claimed": round(min(row.began for row in rows) - zero, 5),
+        "ready": round(_end_of_row(rows[0]) - zero, 5),
+        "reward": None,
+        "min_version": None,
+        "moves": [],
+        "trajectories": [_trajectory_of_row(row, zero) for row in longest_first],
+    }
+
+
+def _trajectory_of_row(row: Row, zero: float) -> dict[str, Any]:
+    start, end = round(row.began - zero, 5), round(row.began - zero + row.generate_s, 5)
+    turn = ["turn", start, end, row.versions[-1] if row.versions else None]
+    reward = ["reward", end, round(end + row.reward_s, 5), None]
+    return {"episode": row.index, "reward": row.reward, "error": row.error, "bars": [turn, reward]}

@@ -1,23 +1,23 @@
-"""The page over HTTP: its files and its routes, on a loopback address. The first part of the path is a token.
+"""Serve the page over HTTP: its files and its routes, on a loopback address. The first part of the path is a token.
 
-Everything that comes out of a run folder leaves as JSON in ASCII, and the page sets it as text. A strict policy for
-content forbids scripts, styles and connections from elsewhere.
+Everything that comes out of a run folder leaves as JSON in ASCII, and the page sets it as text. A strict content
+security policy forbids scripts, styles and connections from elsewhere.
 """
 
 import hmac
+import inspect
 import json
 import threading
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scripts.dashboard.answers import Answers
-from scripts.dashboard.runs import DashboardError
+from scripts.dashboard.routes import Routes
+from scripts.observe.files import RunError
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -35,7 +35,7 @@ HEADERS = {
 
 
 class TokenInPath:
-    """ASGI middleware that answers only what begins with the token, and puts HEADERS on every answer."""
+    """ASGI middleware that answers only paths that begin with the token, and puts HEADERS on every answer."""
 
     def __init__(self, app: ASGIApp, token: str):
         self._app, self._token = app, token
@@ -50,8 +50,8 @@ class TokenInPath:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        given, slash, rest = scope["path"].removeprefix("/").partition("/")
-        if not slash or not hmac.compare_digest(given.encode(), self._token.encode()):
+        token, slash, rest = scope["path"].removeprefix("/").partition("/")
+        if not slash or not hmac.compare_digest(token.encode(), self._token.encode()):
             answer = PlainTextResponse("this needs the address that the dashboard has printed", 404)
             return await answer(scope, receive, send_guarded)
         path = "/" + rest
@@ -59,7 +59,7 @@ class TokenInPath:
 
 
 def to_json(data: Any) -> str:
-    """ASCII, so that no character of a run, half of a surrogate pair included, breaks it; < is escaped for HTML."""
+    """Return JSON in ASCII, so that no character of a run breaks it, with < escaped for HTML."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -67,12 +67,12 @@ def json_answer(data: Any, status: int = 200) -> Response:
     return Response(to_json(data), status, media_type="application/json")
 
 
-def dashboard_app(answers: Answers) -> FastAPI:
-    """The routes without the token. Routes are no coroutines: they read files, in threads."""
+def dashboard_app(routes: Routes) -> FastAPI:
+    """Return the application without the token. Its routes are no coroutines: they read files, in threads."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.exception_handler(DashboardError)
-    async def refuse(request: Request, error: DashboardError) -> Response:
+    @app.exception_handler(RunError)
+    async def refuse(request: Request, error: RunError) -> Response:
         return json_answer({"error": str(error)}, 404)
 
     @app.exception_handler(OSError)
@@ -87,35 +87,29 @@ def dashboard_app(answers: Answers) -> FastAPI:
     def static(name: str) -> Response:
         files = {path.name: path for path in STATIC.iterdir() if path.suffix in TYPES}
         if name not in files:
-            raise DashboardError(f"{name}: no such file")
+            raise RunError(f"{name}: no such file")
         return Response(files[name].read_bytes(), media_type=TYPES[files[name].suffix])
 
-    _add_routes(app, answers)
+    _add_routes(app, routes)
     return app
 
 
-def _add_routes(app: FastAPI, answers: Answers) -> None:
-    """A route for each that `Answers.routes` names, with its arguments as the query."""
-    lock = threading.Lock()
-
-    def one_by_one(answer: Callable[..., Any]) -> Callable[..., Response]:
-        """Each is made in a thread of its own; they share what was read."""
-
-        @wraps(answer)
-        def locked(**query: Any) -> Response:
-            with lock:
-                return json_answer(answer(**query))
-
-        return locked
+def _add_routes(app: FastAPI, routes: Routes) -> None:
+    """Add a route for each answer, with its arguments as the query and the name of the run in the place of the run."""
+    lock = threading.Lock()  # each answer is made in a thread of its own, and they share what was read
 
     @app.get("/api/runs")
     def runs() -> Response:
-        return json_answer(answers.runs())
+        return json_answer(routes.runs())
 
-    @app.get("/api/metrics")
-    def metrics(run: str, keys: list[str] = Query([]), offset: int = 0, identity: str = "") -> Response:  # noqa: B008
-        return one_by_one(answers.metrics)(run=run, keys=keys, offset=offset, identity=identity)
+    def add(route: str, answer: Callable[..., Any]) -> None:
+        def respond(**query: Any) -> Response:
+            with lock:
+                return json_answer(routes.answer(route, **query))
 
-    for name, answer in answers.routes().items():
-        if name != "metrics":  # the only one that takes a list
-            app.get(f"/api/{name}", response_model=None)(one_by_one(answer))
+        run, *others = inspect.signature(answer).parameters.values()
+        respond.__signature__ = inspect.Signature([run.replace(annotation=str), *others])  # type: ignore[attr-defined]
+        app.get(f"/api/{route}", response_model=None)(respond)
+
+    for route, answer in routes.answers.items():
+        add(route, answer)

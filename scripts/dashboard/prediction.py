@@ -1,119 +1,128 @@
-"""What the predictor says about a run, for the page: worked out by `python -m scripts.predict` in a process of its own.
+"""Ask the predictor about a run, for the page, in a process of its own.
 
-It runs at the lowest priority, for one run at a time and for a bounded time, and its answer is kept until the run has
-half as many steps more, or has ended.
+The process has the lowest priority, works for one run at a time and for a bounded time. Its answer is kept until the
+run has half as many steps more, or has ended.
 """
 
 import atexit
-import json
+import io
 import os
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING
 
-from trainer.tracking.recorder import SUMMARY_FILE
+from pebble import ProcessPool
+
+if TYPE_CHECKING:  # the process that predicts imports this module, and the predictor itself only when it begins
+    from scripts.observe.run import Run
 
 FEWEST_STEPS = 6
-"""Steps that a run must have: the first ones warm up."""
+"""The steps that a run must have before it is predicted from: the first ones warm up."""
 SIMULATED_STEPS = 8
-"""Of each configuration."""
+"""The steps that are simulated of each configuration."""
 GROWTH = 1.5
+"""The steps of a run over those of its last prediction at which a new one is due."""
 TIMEOUT_S = 600.0
-"""On two busy cores, a run of 60 steps takes it two and a half minutes."""
+"""The longest that a prediction may take. On two busy cores, a run of 60 steps takes two and a half minutes."""
+NICENESS = 19
+"""The priority of the process that predicts, the lowest that there is."""
 WORST_FIT = 0.25
-"""Where the simulation of the run's own steps is further off, nothing is predicted of others."""
-COMMAND = (sys.executable, "-m", "scripts.predict")
+"""The largest relative error of the simulation of the run's own steps with which others are predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
+    """A prediction for a run, or the reason why there is none."""
+
     steps: int
-    """The run had so many."""
+    """The number of steps that the run had."""
     text: str | None = None
-    """None where the predictor cannot say anything, for `why`."""
     gain: float = 0.0
     about: str = ""
-    """What it rests on."""
+    """A sentence on what the prediction rests on."""
     why: str = ""
 
-    @classmethod
-    def of(cls, output: str, errors: str, exit_code: int, steps: int) -> Self:
-        """Of what the command has printed: its last line is JSON."""
-        if exit_code:
-            last = errors.strip().rpartition("\n")[2] or f"exit code {exit_code}"
-            return cls(steps=steps, why=last.removeprefix("predict error: "))
-        figures = json.loads(output.strip().rpartition("\n")[2])
-        (of_run,) = figures["runs"]
-        off = of_run["simulated"] / of_run["measured"] - 1
-        if abs(off) > WORST_FIT:
-            return cls(steps=steps, why=f"its simulation of these {steps} steps is off by {off:+.0%}")
-        about = f"Predicted from its first {steps} steps, which the simulation repeats within {abs(off):.0%}."
-        return cls(steps=steps, text=figures["advice"], gain=figures["gain"], about=about)
+
+def predict_run(run_dir: Path, steps: int) -> Predicted:
+    """Work out the advice for a run."""
+    from scripts.predict.command import Arguments
+    from scripts.predict.predict import predict
+    from scripts.simulate.profile import PredictError
+
+    try:
+        with redirect_stdout(io.StringIO()):  # the tables are for the command line
+            prediction = predict(Arguments(runs=(run_dir,), fixed={"steps": SIMULATED_STEPS}))
+    except PredictError as error:
+        return Predicted(steps=steps, why=str(error))
+    (compared,) = prediction.compared
+    if abs(compared.error) > WORST_FIT:
+        return Predicted(steps=steps, why=f"the simulation of these {steps} steps is off by {compared.error:+.0%}")
+    about = f"Predicted from the first {steps} steps, which the simulation reproduces within {abs(compared.error):.0%}."
+    return Predicted(steps=steps, text=prediction.advice.text, gain=prediction.advice.gain, about=about)
 
 
 class Predictor:
-    """Example:
-    predictor = Predictor()
-    predictor.latest(run_dir, steps=40)  # None while the first is worked out
+    """Keeps the latest prediction of each run, and begins new ones where they are due.
+
+    Example:
+        predictor = Predictor()
+        predictor.latest(run, steps=40)  # None while the first one is being worked out
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND, timeout_s: float = TIMEOUT_S):
-        self._command, self._timeout_s = tuple(command), timeout_s
-        self._found: dict[Path, Predicted] = {}
-        self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, predict: Callable[[Path, int], Predicted] = predict_run, timeout_s: float = TIMEOUT_S):
+        self._predict, self._timeout_s = predict, timeout_s
+        self._latest: dict[Path, Predicted] = {}
+        self._under_way: tuple[Path, int, Future[Predicted]] | None = None
+        # One worker that ends with its prediction, whose memory is large.
+        self._pool = ProcessPool(
+            max_workers=1, max_tasks=1, context=get_context("spawn"), initializer=os.nice, initargs=(NICENESS,)
+        )
         atexit.register(self.close)
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._under_way is not None and not self._under_way[2].done()
 
-    def latest(self, run_dir: Path, steps: int) -> Predicted | None:
-        """The latest prediction, at once. Begins a new one where it is time and none is under way."""
-        if self._is_due(run_dir, steps) and not self.is_busy:
-            self._thread = threading.Thread(target=self._predict, args=(run_dir, steps), daemon=True)
-            self._thread.start()
-        return self._found.get(run_dir)
+    def latest(self, run: "Run", steps: int) -> Predicted | None:
+        """Return the latest prediction at once, and begin a new one if it is due and none is under way."""
+        self._collect()
+        if self._under_way is None and self._is_due(run, steps):
+            future = self._pool.schedule(self._predict, args=[run.folder, steps], timeout=self._timeout_s)
+            self._under_way = (run.folder, steps, future)
+        return self._latest.get(run.folder)
 
     def wait(self) -> None:
-        """Until none is under way."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait until no prediction is under way."""
+        if self._under_way is not None:
+            self._under_way[2].exception()
+            self._collect()
 
     def close(self) -> None:
         """End the process that predicts."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+        self._pool.stop()
+        self._pool.join()
 
-    def _is_due(self, run_dir: Path, steps: int) -> bool:
+    def _is_due(self, run: "Run", steps: int) -> bool:
         if steps < FEWEST_STEPS:
             return False
-        found = self._found.get(run_dir)
-        has_ended = (run_dir / SUMMARY_FILE).is_file()
-        return found is None or steps >= GROWTH * found.steps or (has_ended and steps > found.steps)
+        latest = self._latest.get(run.folder)
+        return latest is None or steps >= GROWTH * latest.steps or (run.has_ended and steps > latest.steps)
 
-    def _predict(self, run_dir: Path, steps: int) -> None:
-        pipe = subprocess.PIPE
-        try:
-            with subprocess.Popen(
-                [*self._command, f"run={run_dir}", f"trainer.total_steps={SIMULATED_STEPS}"],
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-            ) as self._process:
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
-                try:
-                    output, errors = self._process.communicate(timeout=self._timeout_s)
-                except subprocess.TimeoutExpired:
-                    self._process.kill()
-                    why = f"it takes longer than {self._timeout_s:g} s; try `make predict`"
-                    self._found[run_dir] = Predicted(steps=steps, why=why)
-                    return
-                self._found[run_dir] = Predicted.of(output, errors, self._process.returncode, steps)
-        except OSError as error:
-            self._found[run_dir] = Predicted(steps=steps, why=f"it cannot be started: {error}")
+    def _collect(self) -> None:
+        """Keep the prediction that was under way, if it is there."""
+        if self._under_way is None or self.is_busy:
+            return
+        folder, steps, future = self._under_way
+        self._under_way = None
+        error = future.exception()
+        if error is None:
+            self._latest[folder] = future.result()
+        elif isinstance(error, TimeoutError):
+            why = f"it takes longer than {self._timeout_s:g} s; try `make predict`"
+            self._latest[folder] = Predicted(steps=steps, why=why)
+        else:
+            self._latest[folder] = Predicted(steps=steps, why=f"{type(error).__name__}: {error}")

@@ -1,8 +1,9 @@
-"""The tokens of a trajectory as pieces of text, each with what rollout and trainer made of it."""
+"""Show the tokens of a trajectory as pieces of text, each with what rollout and trainer made of it."""
 
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,24 +15,77 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollout.types import BoolArray, FloatArray, IntArray
-from scripts.dashboard.branches import Branch, branches
-from scripts.dashboard.runs import flat_config
-from scripts.dashboard.steps import Entry, Steps
+from scripts.observe.run import Entry, Run
 
 MOST_TOKENS = 20_000
-"""Tokens of a trajectory that one answer has."""
+"""The number of tokens of a trajectory in one answer."""
 TOKENIZER = "tokenizer.json"
 CONTEXT = 8
-"""Tokens before a branch that its text is decoded after: a character may have begun in them."""
+"""The number of tokens before a branch that are decoded with it: a character may have begun in them."""
 DIGITS = 5
-"""Of a logprob that the page gets."""
+"""The digits of a logprob that the page gets."""
 NO_FATE, CLIPPED, REJECTED = 0, 1, 2
 _hub_name = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """The tokens [start, end) that all of `sequences` share, and that no other sequence continues with.
+
+    Example, of the sequences [p a b], [p a c] and [p a c d]: (None, (0, 1, 2), 0, 2), (0, (0,), 2, 3),
+    (0, (1, 2), 2, 3), (2, (2,), 3, 4)
+    """
+
+    parent: int | None
+    """The place of the branch before it in the list."""
+    sequences: tuple[int, ...]
+    start: int
+    end: int
+
+
+def branches(sequences: Sequence[IntArray]) -> list[Branch]:
+    """Return the tree of some token sequences: what they have in common once, parents before their children."""
+    tree: list[Branch] = []
+    open_ones: list[tuple[int | None, tuple[int, ...], int]] = [
+        (None, members, 0) for members in reversed(list(_parted(sequences, tuple(range(len(sequences))), 0)))
+    ]
+    while open_ones:
+        parent, members, start = open_ones.pop()
+        end = _common(sequences, members, start)
+        tree.append(Branch(parent, members, start, end))
+        below = list(_parted(sequences, members, end))
+        open_ones += [(len(tree) - 1, some, end) for some in reversed(below)]
+    return tree
+
+
+def _common(sequences: Sequence[IntArray], members: Sequence[int], start: int) -> int:
+    """Return up to where all members are alike."""
+    first = sequences[members[0]]
+    end = min(len(sequences[member]) for member in members)
+    for member in members[1:]:
+        differs = np.flatnonzero(first[start:end] != sequences[member][start:end])
+        end = start + int(differs[0]) if len(differs) else end
+    return end
+
+
+def _parted(sequences: Sequence[IntArray], members: Sequence[int], at: int) -> Iterator[tuple[int, ...]]:
+    """Yield the members that go on at `at`, those with the same token together."""
+    by_token: defaultdict[int, list[int]] = defaultdict(list)
+    for member in members:
+        if len(sequences[member]) > at:
+            by_token[int(sequences[member][at])].append(member)
+    return map(tuple, by_token.values())
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Of a sequence, prompt and response, [L] each."""
+    """The arrays of a sequence, prompt and response together, each [L]."""
 
     ids: IntArray
     versions: IntArray
@@ -45,29 +99,29 @@ class Tokens:
     fates: IntArray
 
 
-def token_strip(steps: Steps, step: int, entry: Entry, start: int = 0) -> dict[str, Any]:
-    """The tokens of the trajectory from `start` on, over all its branches.
+def token_strip(run: Run, step: int, entry: Entry, start: int = 0) -> dict[str, Any]:
+    """Return the tokens of the trajectory from `start` on, over all its branches.
 
-    `why`: there are none, for that reason. Else `branches` has the tree of its sequences, parents first: `parent`,
-    `sequences`, `start`, the place of its first token in them, and `tokens`, [text, id, version, rollout logprob, is
-    trained, is of the prompt, trainer logprob, advantage, fate] each; version is None for tokens that nobody sampled,
-    and what was not computed is None. `left_out`: how many come later.
+    If there are none, `why` has the reason. Else `branches` has the tree of its sequences, parents first, each with its
+    `parent`, its `sequences`, `start` (the place of its first token in them) and `tokens`. A token is [text, id,
+    version, rollout logprob, is trained, is of the prompt, trainer logprob, advantage, fate]; the version is None if
+    nobody sampled it, and so is what was not computed. `left_out` says how many tokens come later.
     """
-    path = steps.path(step, ".npz")
+    path = run.tokens_path(step)
     if not path.is_file():
         return _without("the run did not record tokens (trainer.record_tokens)")
     status = path.stat()
     try:
-        arrays = _arrays(path, status.st_mtime_ns, status.st_size)
+        arrays = _arrays(run, step, status.st_mtime_ns, status.st_size)
         if int(arrays["ordinals"][entry.place]) != entry.row.ordinal:
             raise IndexError("another trajectory is there")
     except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
         return _without(f"{path.name} cannot be read: {error}")
-    tokenizer = _tokenizer_of(steps.run_dir)
+    tokenizer = _load_tokenizer(run)
     first = int(arrays["num_sequences"][: entry.place].sum())
     numbers = range(first, first + int(arrays["num_sequences"][entry.place]))
     sequences = [_sequence(arrays, number) for number in numbers]
-    tree = branches([one.ids for one in sequences])
+    tree = branches([sequence.ids for sequence in sequences])
     shown, place, end = list[dict[str, Any]](), 0, start + MOST_TOKENS
     for branch in tree:
         window = slice(branch.start + max(0, start - place), branch.start + max(0, end - place))
@@ -76,8 +130,12 @@ def token_strip(steps: Steps, step: int, entry: Entry, start: int = 0) -> dict[s
         shown.append({**where, "size": branch.end - branch.start, "tokens": tokens})
         place += branch.end - branch.start
     return {
-        **{"why": None, "branches": shown, "num_sequences": len(sequences), "left_out": max(0, place - end)},
-        **{"has_text": tokenizer is not None, "has_trainer": "trainer_logprobs" in arrays},
+        "why": None,
+        "branches": shown,
+        "num_sequences": len(sequences),
+        "left_out": max(0, place - end),
+        "has_text": tokenizer is not None,
+        "has_trainer": "trainer_logprobs" in arrays,
     }
 
 
@@ -95,16 +153,16 @@ def _sequence(arrays: Mapping[str, Any], number: int) -> Tokens:
     is_trained = np.concatenate([np.zeros(num_prompt, np.bool_), mask[here]])
 
     def whole(name: str, missing: float) -> Any:
-        """[L] of an array of all response tokens."""
+        """Extend an array of all response tokens to [L]."""
         array = arrays[name][here]
         return np.concatenate([np.full(num_prompt, missing, array.dtype), array])
 
     def spread(name: str, missing: float) -> Any:
-        """[L] of an array of loss tokens; files of older versions lack them."""
-        found = np.full(len(is_trained), missing, np.float32)
+        """Spread an array of the loss tokens over [L]. Files of older versions lack some."""
+        spread_out = np.full(len(is_trained), missing, np.float32)
         if name in arrays:
-            found[is_trained] = arrays[name][trained]
-        return found
+            spread_out[is_trained] = arrays[name][trained]
+        return spread_out
 
     fates = np.where(spread("is_rejected", 0) > 0, REJECTED, np.where(spread("is_clipped", 0) > 0, CLIPPED, NO_FATE))
     return Tokens(
@@ -120,7 +178,8 @@ def _sequence(arrays: Mapping[str, Any], number: int) -> Tokens:
 
 
 def _rows(sequences: Sequence[Tokens], branch: Branch, window: slice, tokenizer: Tokenizer | None) -> list[list[Any]]:
-    """The branch's tokens within the window. Of several sequences that share one, the one that sampled it tells."""
+    """Return the branch's tokens within the window. A token that several sequences share is told by the one that
+    sampled it."""
     start, end = min(window.start, branch.end), min(window.stop, branch.end)
     if start >= end:
         return []
@@ -128,18 +187,25 @@ def _rows(sequences: Sequence[Tokens], branch: Branch, window: slice, tokenizer:
     begin = max(0, start - CONTEXT)
     texts = pieces(ids[begin:end].tolist(), tokenizer)[start - begin :]
     members = [sequences[number] for number in branch.sequences]
-    tells = np.argmax([2 * (one.versions[start:end] >= 0) + ~one.is_prompt[start:end] for one in members], axis=0)
+    tells = np.argmax(
+        [2 * (sequence.versions[start:end] >= 0) + ~sequence.is_prompt[start:end] for sequence in members], axis=0
+    )
     rows: list[list[Any]] = []
     for text, place, member in zip(texts, range(start, end), tells.tolist(), strict=True):
-        one = members[member]
-        version = int(one.versions[place])
+        sequence = members[member]
+        version = int(sequence.versions[place])
         was_sampled = version >= 0
         rows.append(
             [
-                *(text, int(one.ids[place]), version if was_sampled else None),
-                _shown(one.rollout_logprobs[place]) if was_sampled else None,
-                *(bool(one.is_trained[place]), bool(one.is_prompt[place])),
-                *(_shown(one.trainer_logprobs[place]), _shown(one.advantages[place]), int(one.fates[place])),
+                text,
+                int(sequence.ids[place]),
+                version if was_sampled else None,
+                _shown(sequence.rollout_logprobs[place]) if was_sampled else None,
+                bool(sequence.is_trained[place]),
+                bool(sequence.is_prompt[place]),
+                _shown(sequence.trainer_logprobs[place]),
+                _shown(sequence.advantages[place]),
+                int(sequence.fates[place]),
             ]
         )
     return rows
@@ -150,8 +216,8 @@ def _shown(value: np.floating) -> float | None:
 
 
 def pieces(token_ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
-    """The text that each token adds. A character of several tokens comes with its last one; a token without a
-    tokenizer is its id."""
+    """Return the text that each token adds: a character of several tokens comes with the last of them. Without a
+    tokenizer, a token is its id."""
     if tokenizer is None:
         return [f"{token} " for token in token_ids]
     stream = DecodeStream(skip_special_tokens=False)
@@ -159,16 +225,16 @@ def pieces(token_ids: list[int], tokenizer: Tokenizer | None) -> list[str]:
 
 
 @lru_cache(maxsize=2)
-def _arrays(path: Path, changed: int, size: int) -> dict[str, Any]:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+def _arrays(run: Run, step: int, changed: int, size: int) -> dict[str, Any]:
+    """Return the arrays of a step from memory, unless the file has changed since."""
+    return run.tokens(step)
 
 
-def _tokenizer_of(run_dir: Path) -> Tokenizer | None:
-    """The tokenizer that the run folder has: of the model it began with, or of a checkpoint; else that of model.path,
-    where it lies on this machine."""
-    folders = [run_dir / "untrained_model", *sorted(run_dir.glob("checkpoints/*/model"), reverse=True)]
-    model = flat_config(run_dir).get("model.path")
+def _load_tokenizer(run: Run) -> Tokenizer | None:
+    """Return the tokenizer in the run folder, of the model it began with or of a checkpoint; else that of model.path,
+    if it is on this machine."""
+    folders = [run.folder / "untrained_model", *sorted(run.folder.glob("checkpoints/*/model"), reverse=True)]
+    model = run.flat_config().get("model.path")
     if isinstance(model, str):
         folders.append(Path(model))
     for folder in folders:

@@ -1,4 +1,4 @@
-"""The components of a run that live in the driver, over replicas and workers of any kind: real or simulated ones."""
+"""Builds the parts of a run that live in the driver, over replicas and workers of any kind: real or simulated ones."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -6,18 +6,17 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from configs.schema import Config
 from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
-from rollout.evaluation.evaluator import EvaluationRunner, Evaluator, OnLost
+from rollout.evaluation.evaluator import Ask, Evaluator, OnLost
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import Report
 from rollout.failures import FailureBudget
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.member import FleetMember
-from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.health import FleetMonitor, HealthMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.prompts import PromptStream
+from rollout.replica.lifecycle import FleetMember
 from rollout.rollouter import GroupRunner, Rollouter
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.teacher.teacher import Teacher
@@ -27,14 +26,12 @@ from rollout.types import Prompt, SamplingParams
 def make_fleet(
     config: Config, replicas: Sequence[FleetMember], report: Report, events: DriverEvents = NO_EVENTS
 ) -> tuple[ReplicaFleet, FleetControl]:
-    """The fleet of a training run, whose replicas wait for their first weights."""
+    """Return the fleet of a training run, whose replicas wait for their first weights, and the control of it."""
     rollout = config.rollout
     seats = rollout.max_num_seqs * rollout.data_parallel_size
-    inflight = max_inflight(seats, config.algorithm.group_size, rollout.episodes_per_seat)
-    router = ReplicaRouter([replica.name for replica in replicas], inflight)
     fleet = ReplicaFleet(
         replicas,
-        router,
+        max_inflight(seats, config.algorithm.group_size, rollout.episodes_per_seat),
         rollout.min_replicas,
         report,
         max_replacements=rollout.max_replacements,
@@ -44,10 +41,11 @@ def make_fleet(
     return fleet, FleetControl(fleet, config.weight_sync.pause_timeout_s)
 
 
-def make_monitor(config: Config, fleet: ReplicaFleet) -> tuple[FleetMonitor, HealthMonitor]:
+def make_monitor(config: Config, fleet: ReplicaFleet, *, judges_speed: bool = True) -> FleetMonitor:
+    """Return the loop that watches the replicas. `judges_speed`: it also finds those that are too slow."""
     rollout = config.rollout
-    health = HealthMonitor(rollout.replica_timeout_s, rollout.slow_factor)
-    return FleetMonitor(fleet, health, rollout.progress_interval_s), health
+    health = HealthMonitor(rollout.replica_timeout_s, rollout.slow_factor if judges_speed else None)
+    return FleetMonitor(fleet, health, rollout.progress_interval_s)
 
 
 def make_monitor_and_operator(
@@ -57,18 +55,17 @@ def make_monitor_and_operator(
     control: FleetControl,
     catch_up: Callable[[Collection[str]], Awaitable[object]],
     start: Callable[[str], Awaitable[FleetMember]],
+    judges_speed: bool = True,
 ) -> tuple[FleetMonitor, FleetOperator]:
-    """The loops that keep the fleet whole. `start`, `catch_up`: see FleetOperator."""
-    monitor, health = make_monitor(config, fleet)
+    """Return the loops that keep the fleet whole. `start`, `catch_up`: see FleetOperator."""
     operator = FleetOperator(
         fleet=fleet,
         control=control,
-        health=health,
         start=start,
         catch_up=catch_up,
         drain_timeout_s=config.rollout.group_timeout_s,
     )
-    return monitor, operator
+    return make_monitor(config, fleet, judges_speed=judges_speed), operator
 
 
 def make_rollouter(
@@ -82,7 +79,8 @@ def make_rollouter(
     teacher: Teacher | None = None,
     emit: Emit = nobody,
 ) -> Rollouter:
-    """`global_steps`: optimizer steps taken before. `updating` is held while replicas change their version."""
+    """Return the producing loop. `global_steps`: optimizer steps taken before. `updating` is held while replicas change
+    their version."""
     buffer = make_buffer(config, global_steps)
     buffer.emit = emit
     return Rollouter(
@@ -106,6 +104,7 @@ def training_sampling(config: Config) -> SamplingParams:
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         max_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
         seed=config.seed if rollout.seeded_sampling else None,
@@ -117,7 +116,7 @@ def make_evaluator(
     *,
     rows: Sequence[Prompt],
     router: ReplicaRouter,
-    runner: EvaluationRunner,
+    ask: Ask,
     failures: FailureBudget,
     on_lost: OnLost,
 ) -> Evaluator:
@@ -125,7 +124,7 @@ def make_evaluator(
     return Evaluator(
         prompts=rows,
         router=router,
-        runner=runner,
+        ask=ask,
         sampling=SamplingParams(
             temperature=evaluation.temperature,
             top_p=evaluation.top_p,

@@ -1,4 +1,4 @@
-"""What `scripts.evaluate` starts: replicas that serve the policy as version 0, and an evaluator over them."""
+"""Starts what `scripts.evaluate` needs: replicas that serve the policy as version 0, and an evaluator over them."""
 
 import sys
 import time
@@ -8,34 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.evaluation.evaluator import Evaluation
 from rollout.evaluation.scores import scores_by_source
 from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
-from scripts.launch.cluster import cluster, output_to
+from scripts.launch.agents import start_agents
+from scripts.launch.cluster import cluster, set_up_in
 from scripts.launch.data import encode_rows, held_out_rows
 from scripts.launch.driver import make_evaluator
 from scripts.launch.serving import start_replicas
 from trainer.tracking.console import PlainConsole
-from trainer.tracking.records import sample_records, to_lines
 from trainer.tracking.sinks import write_atomically
+from trainer.tracking.trajectories import sample_records, to_lines
 
 SAMPLES_FILE = "samples.jsonl"
 
 
 async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str, Any]:
-    """Evaluates once. Returns the content of evaluation.json. Any error is raised after every process has ended."""
+    """Evaluate once. Returns the content of evaluation.json. Any error is raised after every process has ended."""
     rows = held_out_rows(config)  # malformed data is an error before anything starts
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
         model_path, replicas = await start_replicas(config, device, run_dir, console)
-        agents = AgentWorkerGroup(
-            config=config,
-            tokenizer_path=model_path,
-            replicas=[replica.client for replica in replicas],
-            on_start=output_to(run_dir),
+        agents = start_agents(
+            config,
+            model_path,
+            [replica.client for replica in replicas],
+            set_up_in(run_dir, config.ray),
         )
         stack.push_async_callback(agents.close)
         encoded = await encode_rows(config, agents, "held-out", rows, console)
@@ -45,7 +45,7 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str
             max_failed_rewards=config.rollout.max_failed_rewards,
         )
         evaluator = make_evaluator(
-            config, rows=encoded, router=router, runner=agents, failures=failures, on_lost=router.remove
+            config, rows=encoded, router=router, ask=agents.evaluate, failures=failures, on_lost=router.remove
         )
         console.stage(f"{len(encoded)} prompts x {config.evaluation.samples} samples")
         started = time.perf_counter()
@@ -60,7 +60,7 @@ def make_report(
 ) -> dict[str, Any]:
     return {
         "model": model_path,
-        "val_files": config.data.val_files,
+        "val_files": config.data.val_files or _held_out_part(config),
         "reward": config.rollout.reward,
         "evaluation": asdict(config.evaluation),
         "num_prompts": evaluation.num_prompts,
@@ -82,6 +82,11 @@ def make_report(
     }
 
 
+def _held_out_part(config: Config) -> str | None:
+    share = config.data.val_share
+    return None if share is None else f"{share:g} of {config.data.train_files}"
+
+
 def powers_of_two(limit: int) -> list[int]:
-    """The powers of two below `limit`, and `limit`."""
+    """Return the powers of two below `limit`, and `limit`."""
     return [*(2**exponent for exponent in range((limit - 1).bit_length())), limit]

@@ -1,4 +1,5 @@
-"""Which model a run starts from: the tiny one that the project makes, a Hugging Face model or an exported checkpoint.
+"""The model that a run starts from: the tiny one that the project makes, a Hugging Face model or an exported
+checkpoint.
 
 Models are made and exported in Ray tasks, so that the driver needs no torch.
 """
@@ -10,24 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from configs.checkpoint import is_checkpoint
 from configs.data import Generated
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
 from configs.rollout import Speculation, SpeculativeConfig
-from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.dotted import find
 from configs.schema import Config, ModelKind, Staging
 from configs.validate import ConfigError
-from rollout.agents.solver import TOOLS
+from rollout.actors.carried import as_raised, carries_errors
 from rollout.data import arithmetic, calculator, search_world
 from rollout.data.arithmetic import Problem
 from rollout.engines.base import EngineSpec, ServedAdapter
-from rollout.search.world import Question, World
-from scripts.export_hf import checkpoint_at, export
-from trainer.checkpoint.store import CheckpointError
+from rollout.environments.search.world import Question, World
+from rollout.environments.solver import TOOLS
+from scripts.launch.nodes import driver_task
+from trainer.checkpoint.store import CheckpointError, checkpoint_at
 from trainer.tracking.console import Console
 
 if TYPE_CHECKING:
@@ -62,14 +61,15 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         gpu_share=config.gpu_share,
         enforce_eager=rollout.enforce_eager,
         staging_on_device=config.weight_sync.staging is Staging.device,
-        prefill_grace_s=config.weight_sync.prefill_grace_s,
         speculative=_speculative(rollout.speculative),
+        replay_routes=config.model.replay_routes,
         engine_args=rollout.engine_args,
+        log_stats=config.serve.enabled,  # for /metrics
     )
 
 
 def _speculative(chosen: SpeculativeConfig) -> dict[str, Any] | None:
-    """In vLLM's words."""
+    """Return the speculative config in vLLM's words."""
     method = {"method": chosen.method.value, "num_speculative_tokens": chosen.num_tokens}
     match chosen.method:
         case Speculation.none:
@@ -83,12 +83,12 @@ def _speculative(chosen: SpeculativeConfig) -> dict[str, Any] | None:
 
 
 def serves_adapter(config: Config) -> bool:
-    """Whether replicas compute an adapter beside weights that they load themselves."""
+    """Return whether replicas compute an adapter beside weights that they load themselves."""
     return config.model.lora.serve is LoraServing.adapter
 
 
 def adapter_spec(config: Config, device: str, model_path: str) -> EngineSpec:
-    """Of a training run's replicas, with `serves_adapter`. `model_path`: what is trained."""
+    """Return the spec of a training run's replicas, with `serves_adapter`. `model_path` is what is trained."""
     lora = config.model.lora
     assert lora.rank is not None
     layers = None if lora.targets == [ALL_LINEAR] else tuple({target.rpartition(".")[2]: 0 for target in lora.targets})
@@ -97,81 +97,92 @@ def adapter_spec(config: Config, device: str, model_path: str) -> EngineSpec:
 
 
 async def boot_model(config: Config, run_dir: Path) -> str:
-    """The folder or hub name that engines load: the policy, or for the tiny model an untrained one of its shape."""
-    make, path = untrained_tiny_model, run_dir / "untrained_model"
-    if config.model.kind is ModelKind.hf:
-        assert config.model.path is not None
-        if not is_checkpoint(Path(config.model.path).expanduser()):
-            return config.model.path
-        make, path = _exported_model, run_dir / "exported_model"
-    return await made(make, config, path)
+    """Return the folder or hub name that engines load: the policy, or for the tiny model an untrained one of its
+    shape."""
+    if config.model.kind is ModelKind.tiny:
+        return await made(config, run_dir / "untrained_model", untrained_tiny_model, config)
+    assert config.model.path is not None
+    if not is_checkpoint(Path(config.model.path).expanduser()):
+        return config.model.path
+    return await made(config, run_dir / "exported_model", exported, "model.path", config.model.path)
 
 
-async def made(make: Callable[[Config, Path], str], config: Config, folder: Path) -> str:
-    """What `make` returns, which is called where torch may be loaded and writes into the folder."""
+async def made(config: Config, folder: Path, make: Callable[..., str], *arguments: Any) -> str:
+    """Call `make` with the arguments and a folder to write into, in a Ray task, which may load torch. Return its
+    result."""
     shutil.rmtree(folder, ignore_errors=True)  # from an earlier process of a resumed run, maybe half written
     async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", f"making {folder.name}"):
-        task: Any = ray.remote(num_cpus=1)(carries_errors(make))
-        return await as_raised(task.remote(config, folder), f"the task that makes {folder.name}")
+        task = driver_task(carries_errors(make), config)
+        return await as_raised(task.remote(*arguments, folder), f"the task that makes {folder.name}")
 
 
-async def policy_model(config: Config, boot_path: str, console: Console) -> str:
-    """The folder or hub name of what is trained, evaluated or served. Warms the tiny model up."""
+async def policy_model(config: Config, boot_path: str, console: Console, kept: Path | None = None) -> str:
+    """Return the folder or hub name of what is trained, evaluated or served. Warms the tiny model up.
+
+    Args:
+        kept: the folder in which a model that is warmed up stays, whatever becomes of the cache; taken as it is where
+            it exists.
+    """
     if config.model.kind is ModelKind.hf or config.model.warmup_steps == 0:
         return boot_path
-    warm_up, path = ray.remote(num_cpus=1, num_returns="streaming")(warm_tiny_model), boot_path
-    with console.during("warm-up of the tiny model") as show:
-        async for reference in warm_up.remote(config):  # pyright: ignore[reportGeneralTypeIssues]
-            event = await reference
-            if isinstance(event, str):
-                path = event
-            else:
-                show(f"{event[0]}/{config.model.warmup_steps} steps, loss {event[1]:.2f}")
+    if kept is not None and kept.is_dir():
+        return str(kept)
+    warm_up = driver_task(warm_tiny_model, config, num_returns="streaming")
+    path = boot_path
+    what = "warm-up of the tiny model"
+    async with within(config.model.warmup_timeout_s, "model.warmup_timeout_s", what):
+        with console.during(what) as show:
+            async for reference in warm_up.remote(config, kept):
+                event = await reference
+                if isinstance(event, str):
+                    path = event
+                else:
+                    show(f"{event[0]}/{config.model.warmup_steps} steps, loss {event[1]:.2f}")
     return path
 
 
 def chat_template(config: Config) -> str | None:
-    """In Jinja, for a tiny model whose tokenizer has none: answers end with the end-of-sequence token, and
-    data.prompt_template is around what else is said."""
+    """Return a chat template in Jinja, for a tiny model whose tokenizer has none: answers end with the end-of-sequence
+    token, and data.prompt_template is around what else is said."""
     if config.model.kind is not ModelKind.tiny or config.data.generated is Generated.calculator:
         return None
     before, _, after = (json.dumps(part) for part in config.data.prompt_template.partition("{question}"))
-    said = {
+    cases = {
         "if message['role'] == 'assistant'": "message['content'] + eos_token",
         "elif message['role'] == 'system'": "message['content'] + '\\n'",
         "else": f"{before} + message['content'] + {after}",
     }
-    cases = "".join(f"{{% {case} %}}{{{{ {text} }}}}" for case, text in said.items())
-    return f"{{% for message in messages %}}{cases}{{% endif %}}{{% endfor %}}"
+    branches = "".join(f"{{% {case} %}}{{{{ {text} }}}}" for case, text in cases.items())
+    return f"{{% for message in messages %}}{branches}{{% endif %}}{{% endfor %}}"
 
 
-def _exported_model(config: Config, folder: Path) -> str:
-    return exported("model.path", config.model.path, folder)
-
-
-def exported(key: str, path: str | None, folder: Path) -> str:
-    """Writes a checkpoint of this project, which `key` names, in the form that transformers and vLLM load. Raises
+def exported(key: str, path: str, folder: Path) -> str:
+    """Export a checkpoint of this project, which `key` names, in the form that transformers and vLLM load. Raises
     ConfigError."""
+    import torch
+
+    from trainer.worker.export import export_hf  # takes seconds, as torch does
+
     try:
-        export(checkpoint_at(Path(path or "").expanduser()), folder, "float32")
+        export_hf(checkpoint_at(Path(path).expanduser()), folder, torch.float32)
     except CheckpointError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
     return str(folder)
 
 
 def generated_problems(config: Config) -> tuple[list[Problem], list[Problem]]:
-    """Returns (train, held-out), which share no question."""
-    made = calculator if config.data.generated is Generated.calculator else arithmetic
-    return made.split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
+    """Return problems (train, held-out), which share no question."""
+    maker = calculator if config.data.generated is Generated.calculator else arithmetic
+    return maker.split_problems(config.data.num_train, NUM_VAL, DATA_SEED)
 
 
 def world_questions(config: Config, world: World) -> tuple[list[Question], list[Question]]:
-    """Returns (train, held-out), which need no article in common."""
+    """Return questions (train, held-out), which need no article in common."""
     return search_world.split_questions(world, config.data.num_train, NUM_VAL, DATA_SEED)
 
 
 def untrained_tiny_model(config: Config, folder: Path) -> str:
-    """Makes a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within seconds."""
+    """Make a folder with the tokenizer and architecture of `warm_tiny_model` and random weights, within seconds."""
     from trainer.tiny.model import save_tiny_model
 
     spec = _warmup_spec(config)
@@ -179,17 +190,19 @@ def untrained_tiny_model(config: Config, folder: Path) -> str:
     return str(folder)
 
 
-def warm_tiny_model(config: Config) -> Iterator[tuple[int, float] | str]:
-    """Yields (steps done, loss) now and then, and last the folder of the warm model, which may come from the cache."""
+def warm_tiny_model(config: Config, kept: Path | None = None) -> Iterator[tuple[int, float] | str]:
+    """Yield (steps done, loss) now and then, and last the folder of the warm model, which may come from the cache.
+    `kept`: the folder that it gets besides."""
     import torch
 
+    from trainer.tiny.model import keep_model
     from trainer.tiny.warmup import ensure_warm_model
 
     torch.set_num_threads(WARMUP_THREADS)
     cache_dir = Path(config.model.cache_dir).expanduser()
     for event in ensure_warm_model(cache_dir, _warmup_spec(config), _demonstrations(config)):
         if isinstance(event, Path):
-            yield str(event)
+            yield str(event if kept is None else keep_model(event, kept))
         elif event[0] % REPORT_EVERY == 0:
             yield event
 
@@ -198,7 +211,8 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
     from trainer.tiny.model import ModelSize
     from trainer.tiny.warmup import WarmupSpec
 
-    size = ModelSize(hidden_size=config.model.hidden_size, num_layers=config.model.num_layers)
+    model = config.model
+    size = ModelSize(hidden_size=model.hidden_size, num_layers=model.num_layers, num_experts=model.num_experts)
     match config.data.generated:
         case Generated.arithmetic:
             return WarmupSpec(seed=config.seed, size=size)
@@ -209,7 +223,8 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
 
 
 def _demonstrations(config: Config) -> "list[Demonstration]":
-    """What the tiny model is warmed up on: those of data.demonstrations, or right answers and then sloppy ones."""
+    """Return the answers that the tiny model is warmed up on: data.demonstrations, or right answers and then sloppy
+    ones."""
     batch_size = _warmup_spec(config).batch_size
     if config.data.demonstrations is not None:
         make = find("data.demonstrations", config.data.demonstrations, ("num", "seed"), named=config.data.loader_args)

@@ -1,12 +1,13 @@
-"""What a run reserves of the cluster before any of its processes starts, with Ray's placement groups.
+"""Reserves what a run needs of the cluster before any of its processes starts, with Ray's placement groups.
 
 Train ranks are together: on one node if it has room, else on as few as possible. A replica's GPUs are on one node, and
 replicas are on as many nodes as possible, so that one that is lost takes few of them along. A group ends with the
 replica that it is for, or with the run.
 """
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -20,33 +21,46 @@ from ray.util.placement_group import (
 from configs.runtime.deadline import within
 from configs.schema import Config, Transport
 from configs.validate import ConfigError
+from rollout.agents.worker_group import CPUS_PER_WORKER
 
 Resources = Mapping[str, float]
+TELL_AFTER_S = 5.0
+"""The time that a reservation may take without a word."""
+LOOK_S = 0.5
+"""The time after which it is looked again whether a node has joined."""
 ON_ONE_MACHINE = (Transport.shared_memory, Transport.cuda_ipc)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What a node has, and what this run holds of it."""
+    """One machine of the cluster: what it has to spare, and what this run holds of it."""
 
     node_id: str
     free: Resources
-    """What this run has not reserved. Others may have."""
+    """The resources that this run has not reserved. Other runs may have."""
     num_replicas: int
 
     def fits(self, bundle: Resources) -> bool:
         return all(self.free.get(resource, 0) >= amount for resource, amount in bundle.items())
 
 
-async def reserve(config: Config, device: str) -> "Placement":
-    """The reservations with which a run begins. See `Placement.reserve`."""
+async def reserve(config: Config, device: str, say: Callable[[str], None]) -> "Placement":
+    """Make the reservations with which a run begins, as `Placement.reserve` does. Says so where that takes time."""
     placement = Placement(config, device)
-    await placement.reserve()
+
+    def tell() -> None:
+        say(placement.shortage("Ray has found no room yet, and looks for it until"))
+
+    telling = asyncio.get_running_loop().call_later(TELL_AFTER_S, tell)
+    try:
+        await placement.reserve()
+    finally:
+        telling.cancel()
     return placement
 
 
 def choose_node(nodes: Sequence[Node], bundle: Resources) -> str | None:
-    """The node for the next replica: the one with the fewest, of those the one with most to spare."""
+    """Return the node for the next replica: the one with the fewest replicas, of those the one with most to spare."""
     fitting = [node for node in nodes if node.fits(bundle)]
     if not fitting:
         return None
@@ -59,7 +73,7 @@ class Placement:
     """The reservations of a run.
 
     Example:
-        placement = await reserve(config, "cuda")  # raises ConfigError when the cluster has no room
+        placement = await reserve(config, "cuda", print)  # raises ConfigError when the cluster has no room
         workers = TrainWorkerGroup(..., placement=placement.trainer)
         replica = create_replica(name, spec, on_start, group=placement.replicas[0])
         another = create_replica(name, spec, on_start, group=await placement.reserve_replica())
@@ -75,19 +89,26 @@ class Placement:
         num_gpus = config.gpu_share * config.teacher.tensor_parallel_size
         self._teacher = _bundle(num_gpus if device == "cuda" else 0)
         self._num_teachers = num_teachers(config)
-        self._is_on_one_machine = trainer.num_ranks > 0 and config.weight_sync.transport in ON_ONE_MACHINE
+        sends_weights = trainer.num_ranks > 0 and rollout.num_replicas > 0
+        self._is_on_one_machine = sends_weights and config.weight_sync.transport in ON_ONE_MACHINE
         self.trainer: PlacementGroup | None = None
-        """A bundle per rank; None where nothing is trained."""
+        """The reservation of the train workers, a bundle for each; None where nothing is trained."""
         self.replicas: list[PlacementGroup] = []
-        """One for each replica that the run begins with, of one bundle."""
+        """The reservations of the replicas that the run begins with, of one bundle each."""
         self.teachers: list[PlacementGroup] = []
-        """One for each replica of the teacher that the run begins with."""
-        self._of_replicas: list[tuple[PlacementGroup, Resources]] = []
-        """Of all replicas until now, the teacher's too and those that are gone."""
+        """The reservations of the teacher's replicas that the run begins with."""
+        self._reserved: list[tuple[PlacementGroup, Resources]] = []
+        """The reservations of all replicas until now, the teacher's too. Ray knows which of them have ended."""
 
     async def reserve(self) -> None:
-        """Raises ConfigError where a replica fits on no node, or after ray.placement_timeout_s."""
-        self._refuse_too_large()
+        """Make the first reservations. In a cluster that runs already, nodes may still join.
+
+        Raises:
+            ConfigError: there was no room within ray.placement_timeout_s, or in a cluster of this process there is no
+                node on which a replica fits.
+        """
+        if self._config.ray.address is None:
+            self._refuse_too_large()
         steps = [self._reserve_trainer] if self._num_ranks else []
         steps += [self._reserve_replicas, self._reserve_teachers]
         if not self._is_on_one_machine and self._replica.get("GPU", 0) > self._num_ranks * self._rank.get("GPU", 0):
@@ -97,24 +118,26 @@ class Placement:
             async with within(timeout_s, "ray.placement_timeout_s", "reserving"):
                 for step in steps:
                     await step()
+                await self._wait_for_agents()
             reserved = True
         except TimeoutError as error:
-            raise ConfigError(self._no_room()) from error
+            self._refuse_too_large()
+            raise ConfigError(self.shortage("Ray found no room within")) from error
         finally:
             if not reserved:
                 self.remove()
 
     async def reserve_replica(self) -> PlacementGroup:
-        """Waits without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
+        """Wait without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
         travel within one machine: then on that of the train workers."""
         home = next(iter(node_ids(self.trainer)), None) if self._is_on_one_machine and self.trainer else None
-        return await self._reserve_one(self._replica, home)
+        return await self._reserve_bundle(self._replica, home)
 
     async def reserve_teacher(self) -> PlacementGroup:
-        """Waits as `reserve_replica` does. No weights travel to a teacher, so it may be on any machine."""
-        return await self._reserve_one(self._teacher, None)
+        """Wait as `reserve_replica` does. No weights travel to a teacher, so it may be on any machine."""
+        return await self._reserve_bundle(self._teacher, None)
 
-    async def _reserve_one(self, bundle: Resources, home: str | None) -> PlacementGroup:
+    async def _reserve_bundle(self, bundle: Resources, home: str | None) -> PlacementGroup:
         # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
         # which Ray follows while that node has room.
         target = None if home else choose_node(self._nodes(), bundle)
@@ -126,16 +149,16 @@ class Placement:
         except BaseException:
             remove_placement_group(group)
             raise
-        self._of_replicas.append((group, bundle))
+        self._reserved.append((group, bundle))
         return group
 
     def remove(self) -> None:
-        """Also without this, groups end with the driver's connection to Ray."""
+        """Give everything back. Groups also end by themselves with the driver's connection to Ray."""
         for group in self._groups():
             remove_placement_group(group)
 
     def _groups(self) -> list[PlacementGroup]:
-        return [*([] if self.trainer is None else [self.trainer]), *(group for group, _ in self._of_replicas)]
+        return [*([] if self.trainer is None else [self.trainer]), *(group for group, _ in self._reserved)]
 
     async def _reserve_trainer(self) -> None:
         strategy = "STRICT_PACK" if self._is_on_one_machine else "PACK"
@@ -150,12 +173,19 @@ class Placement:
         for _ in range(self._num_teachers):
             self.teachers.append(await self.reserve_teacher())
 
+    async def _wait_for_agents(self) -> None:
+        """Wait until the cluster has the CPUs of the agent workers, for which nothing is reserved, too."""
+        agents = CPUS_PER_WORKER * self._config.rollout.num_agent_workers
+        reserved = self._num_ranks * self._rank["CPU"] + sum(bundle["CPU"] for _, bundle in self._reserved)
+        while ray.cluster_resources().get("CPU", 0) < agents + reserved:
+            await asyncio.sleep(LOOK_S)
+
     def _nodes(self) -> list[Node]:
-        """Those that are alive."""
+        """Return the nodes that are alive."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_replicas: Counter[str] = Counter()
-        of_trainer = [] if self.trainer is None else [(self.trainer, self._rank)]
-        for group, bundle in [*of_trainer, *self._of_replicas]:
+        trainer = [] if self.trainer is None else [(self.trainer, self._rank)]
+        for group, bundle in [*trainer, *self._reserved]:
             for node_id in node_ids(group):
                 held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
                 num_replicas[node_id] += group != self.trainer
@@ -170,7 +200,8 @@ class Placement:
         ]
 
     def _refuse_too_large(self) -> None:
-        most = max((node.free["GPU"] for node in self._nodes()), default=0)
+        # In all, also what this run holds already.
+        most = max((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
         if self._replica.get("GPU", 0) > most:
             rollout = self._config.rollout
             raise ConfigError(
@@ -183,7 +214,8 @@ class Placement:
                 f"on one node, and the largest has {most:g}"
             )
 
-    def _no_room(self) -> str:
+    def shortage(self, why: str) -> str:
+        """Return a sentence of what is to be reserved, why it says so, and what the nodes have."""
         config = self._config
         free = ray.available_resources()
         nodes = ", ".join(
@@ -193,27 +225,29 @@ class Placement:
             if node["Alive"]
         )
         transport = config.weight_sync.transport.value
-        within_one = f", all on one machine for weight_sync.transport={transport} (collective and filesystem need not)"
-        others = f", teacher.num_replicas={self._num_teachers} with {_words(self._teacher)} each"
+        nearby = f", all on one machine for weight_sync.transport={transport} (collective and filesystem need not)"
+        teachers = f", teacher.num_replicas={self._num_teachers} with {_words(self._teacher)} each"
+        agents = f", rollout.num_agent_workers={config.rollout.num_agent_workers} with {CPUS_PER_WORKER} CPU each"
         return (
             f"trainer.num_ranks={config.trainer.num_ranks} with {_words(self._rank)} each, rollout.num_replicas="
             f"{config.rollout.num_replicas} with {_words(self._replica)} each, on one node each"
-            f"{within_one if self._is_on_one_machine else ''}{others if self._num_teachers else ''}: Ray found no room "
-            f"within ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
+            f"{nearby if self._is_on_one_machine else ''}{teachers if self._num_teachers else ''}{agents}: {why} "
+            f"ray.placement_timeout_s={config.ray.placement_timeout_s:g}; free are {free.get('GPU', 0):g} GPU "
             f"and {free.get('CPU', 0):g} CPU of the nodes {nodes}"
         )
 
 
 def num_teachers(config: Config) -> int:
-    """Replicas of the teacher; none where there is no teacher, and where nothing is trained."""
+    """Return how many replicas the teacher has: none where there is no teacher, and where nothing is trained."""
     return config.teacher.num_replicas if config.teacher.path is not None and config.trainer.num_ranks else 0
 
 
 def node_ids(group: PlacementGroup) -> list[str]:
-    """By bundle; none of a removed group, and fewer while Ray moves some because a node was lost."""
+    """Return the nodes of a group, by bundle: none of a removed group, and fewer while Ray moves some of a lost
+    node."""
     table = placement_group_table(group)
-    of_bundle = {} if table["state"] == "REMOVED" else table["bundles_to_node_id"]
-    return [of_bundle[index] for index in sorted(of_bundle) if of_bundle[index]]
+    nodes = {} if table["state"] == "REMOVED" else table["bundles_to_node_id"]
+    return [nodes[index] for index in sorted(nodes) if nodes[index]]
 
 
 def _bundle(num_gpus: float) -> Resources:

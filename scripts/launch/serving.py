@@ -1,14 +1,15 @@
-"""What `scripts.serve` starts: replicas that each serve HTTP, and the gateway in front of them."""
+"""Starts what `scripts.serve` needs: replicas that each serve HTTP, and the gateway in front of them."""
 
 import asyncio
 import logging
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
+from configs.checkpoint import INITIAL_MODEL
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.events.driver import DriverEvents, reporting
@@ -17,33 +18,35 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.access import Access
 from rollout.http.gateway import Proxy, gateway_app, upstream_client
-from rollout.http.server import listen, served, url_of
+from rollout.http.replica_app import ReplicaServer
+from rollout.http.server import listen, listener_url, served
 from rollout.http.token import Token, usage
-from rollout.replica.replica_group import ReplicaHandle, create_replica
-from rollout.router import ReplicaRouter
-from rollout.sessions.app import session_app
-from rollout.sessions.gateway import SessionGateway, SessionGatewayAccess
-from scripts.launch.cluster import cluster, output_to
+from rollout.replica.replica_group import ReplicaHandle
+from rollout.sessions.app import SessionGateway, SessionGatewayAccess, session_app
+from scripts.launch.cluster import cluster, set_up_in
 from scripts.launch.driver import make_monitor
 from scripts.launch.models import boot_model, chat_template, engine_spec, policy_model
+from scripts.launch.nodes import check_nodes
 from scripts.launch.placement import reserve
-from scripts.launch.recording import recorded_sessions, session_usage, session_words
+from scripts.launch.replicas import ReplicaStarter
+from scripts.launch.sessions import recorded_sessions, session_usage, session_words
 from trainer.tracking.console import Console, PlainConsole
 from trainer.tracking.events.writer import EventWriter
 from trainer.tracking.sinks import FailedWrites
 
 UNBOUNDED = sys.maxsize
-"""Requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach them."""
+"""The most requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach
+them."""
 
 
 async def serve_model(config: Config, device: str, run_dir: Path, token: Token | None) -> None:
-    """Serves until it is cancelled. An error anywhere is raised here, after every process has ended."""
+    """Serve until cancelled. An error anywhere is raised here, after every process has ended."""
     listener = listen(config.serve.host, config.serve.port)  # an address in use is an error before anything starts
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     failed = FailedWrites(console.message)
-    with EventWriter(run_dir=run_dir, max_mb=config.trainer.events_mb, failed=failed) as writer:
+    with EventWriter(run_dir=run_dir, failed=failed) as writer:
         report = reporting(DriverEvents(writer.put, is_on=False), console.message)
         await _serve(config, device, run_dir, token, listener=listener, console=console, report=report)
 
@@ -62,50 +65,57 @@ async def _serve(
         model_path, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
         async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
             urls, words = await asyncio.gather(replica_urls(config, token, replicas), session_words(config, model_path))
-        router = ReplicaRouter(list(urls), UNBOUNDED)
         fleet = ReplicaFleet(
             replicas,
-            router,
+            UNBOUNDED,
             config.rollout.min_replicas,
             report,
             serving=0,
             answer_timeout_s=config.rollout.answer_timeout_s,
         )
         control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
-        monitor, _ = make_monitor(config, fleet)
-        proxy = Proxy(client, router, urls, config.serve.route_timeout_s)
+        proxy = Proxy(client, fleet.router, urls, config.serve.route_timeout_s)
         sessions = recorded_sessions(config, words, fleet, replicas, run_dir)
-        app = SessionGateway(session_app(sessions, sessions.keys), gateway_app(control, proxy))
+        app = SessionGateway(session_app(sessions), gateway_app(control, proxy))
         access = SessionGatewayAccess.of(config.serve, token, on_loopback=config.serve.is_loopback)
         async with served(app, listener, config.serve, access), sessions.watched():
             for name, url in urls.items():
                 console.message(f"{name}: {url}")
             console.message(usage(token, config.serve, run_dir))
-            console.message(session_usage(words, url_of(listener), run_dir))
-            console.message(f"serving at {url_of(listener)} until Ctrl-C; logs are in {run_dir}")
-            await monitor.run()
+            console.message(session_usage(words, listener_url(listener), run_dir))
+            console.message(f"serving at {listener_url(listener)} until Ctrl-C; logs are in {run_dir}")
+            await make_monitor(config, fleet).run()
 
 
 async def replica_urls(config: Config, token: Token | None, replicas: Sequence[ReplicaHandle]) -> dict[str, str]:
-    """Lets every replica serve HTTP. Returns replica -> URL."""
+    """Let every replica serve HTTP. Returns replica -> URL."""
     # Without an address the cluster is this machine.
     access = Access.of(config.serve, token, on_loopback=config.ray.address is None)
-    serving = (replica.serve(config.serve, access, chat_template(config)) for replica in replicas)
+    server = ReplicaServer(limits=config.serve, access=access)
+    serving = (replica.serve(server.start, chat_template(config)) for replica in replicas)
     return dict(zip([replica.name for replica in replicas], await asyncio.gather(*serving), strict=True))
 
 
 async def start_replicas(
     config: Config, device: str, run_dir: Path, console: Console, *, log_stats: bool = False
 ) -> tuple[str, list[ReplicaHandle]]:
-    """Starts replicas of the model, as version 0. Returns the model's path, too."""
-    placement = await reserve(config, device)
-    async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "warming the model up"):
-        model_path = await policy_model(config, await boot_model(config, run_dir), console)
+    """Start replicas of the model, as version 0. Returns the model's path, too."""
+    placement = await reserve(config, device, console.message)
+    await check_nodes(config, device, run_dir, console.message)
+    kept = None
+    if config.ray.address is not None:  # other machines have not the cache of this one
+        kept = run_dir / INITIAL_MODEL
+        shutil.rmtree(kept, ignore_errors=True)
+    model_path = await policy_model(config, await boot_model(config, run_dir), console, kept)
     console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
-    spec = replace(engine_spec(config, device, model_path), log_stats=log_stats)
-    create = partial(create_replica, spec=spec, on_start=output_to(run_dir))
-    replicas = [create(f"replica-{index}", group=group) for index, group in enumerate(placement.replicas)]
+    starter = ReplicaStarter(
+        config=config,
+        spec=replace(engine_spec(config, device, model_path), log_stats=log_stats, replay_routes=False),
+        on_start=set_up_in(run_dir, config.ray),
+        report=lambda event: console.message(event.text),
+        loaded_version=0,
+    )
+    replicas = starter.create_first(placement.replicas)
     async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "starting replicas"):
-        await asyncio.gather(*(replica.start(spec, config.weight_sync) for replica in replicas))
-        await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
+        await asyncio.gather(*map(starter.load, replicas))
     return model_path, replicas

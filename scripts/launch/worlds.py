@@ -1,4 +1,5 @@
-"""Whether a run over the generated world searches that world. Another one has other names: no answer would be in it."""
+"""Checks that a run over the generated world searches that world. Another one has other names: no answer would be in
+it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,15 +10,15 @@ import httpx
 from configs.data import Generated
 from configs.schema import Config
 from configs.validate import ConfigError
-from rollout.search.retrievers import what_is_searched
-from rollout.search.server import CORPUS
+from rollout.environments.search.retrievers import what_is_searched
+from rollout.environments.search.server import CORPUS
 
 KEY = "rollout.agent_args.retriever"
 TIMEOUT_S = 5.0
 
 
 def check_world(config: Config, needed_files: Sequence[str]) -> None:
-    """Asks a retrieval server which world it serves. One that does not say, or does not answer, is left alone.
+    """Ask a retrieval server which world it serves. One that does not say, or does not answer, is left alone.
 
     Raises:
         ConfigError: the retriever searches another world than data.generated=search_world asks about.
@@ -39,13 +40,13 @@ def check_world(config: Config, needed_files: Sequence[str]) -> None:
 
 
 def _served(url: str) -> Mapping[str, Any]:
-    """What the server says that it searches; empty where it says nothing."""
+    """Return what the server says that it searches; empty where it says nothing."""
     try:
         answer = httpx.get(urljoin(url, CORPUS.removeprefix("/")), timeout=TIMEOUT_S, trust_env=False)
-        said = answer.json() if answer.status_code == httpx.codes.OK else {}
+        reply = answer.json() if answer.status_code == httpx.codes.OK else {}
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return reply if isinstance(reply, dict) else {}
 
 
 def _words(world: Mapping[str, Any]) -> str:

@@ -1,58 +1,349 @@
-"""One sentence that says what to change, with its numbers, from predictions."""
+"""Advise what to change in a run, in one sentence with its numbers.
 
-from collections.abc import Sequence
+What a change would give is the predictor's to say (`advise_from_predictions`). A table of rules says what the predictor
+cannot know: what failed, what teaches nothing, and who waits for whom while there are too few steps to predict from.
+`advise` chooses between the two.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from scripts.predict.counterfactual import Cost
-from scripts.predict.simulate import Prediction
+if TYPE_CHECKING:  # the page uses the rules alone, and need not load the simulator
+    from scripts.predict.sweep import Cost
+    from scripts.simulate.simulate import Prediction
+
+# -- from predictions --------------------------------------------------------------------------------------------------
 
 GAIN = 0.05
-"""Predicted gain in throughput below which nothing is proposed, and share of a step below which no cost is told."""
+"""The predicted gain in throughput from which on a change is proposed, and the share of a step from which on a cost is
+told."""
 ALIKE = 0.02
-"""Of changes whose gains differ by less, the first that was tried is proposed."""
+"""The difference in gain below which two changes count as alike. Of these, the first that was tried is proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A change with what was predicted for it."""
+    """A change, and the throughput that was predicted for it."""
 
     change: str
-    """For example "rollout.max_staleness=4"."""
+    """The change as overrides, for example "rollout.max_staleness=4"."""
     samples_per_s: float
     is_free: bool = True
-    """It needs no more replicas and ranks than there are."""
+    """True if it needs no more replicas and ranks than there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
+    """A sentence, and what following it would give."""
+
     text: str
     gain: float
-    """Of the free change that it proposes; 0 where it proposes none."""
+    """The gain of the free change that it proposes; 0 if it proposes none."""
 
 
-def advice(now: Prediction, options: Sequence[Option], costs: Sequence[Cost] = ()) -> Advice:
-    """What predictions say. `costs`: what things cost a step, the dearest first."""
+def advise_from_predictions(now: "Prediction", options: Sequence[Option], costs: "Sequence[Cost]" = ()) -> Advice:
+    """Return advice that follows from the predictions. `costs` are what things cost a step, the dearest first."""
     step_s, wait_s = now.seconds / len(now.step_s), sum(now.wait_s) / len(now.wait_s)
     text = (
         f"A step of {step_s:.2f} s waits {wait_s:.2f} s ({wait_s / step_s:.0%}) for rollouts, and replicas have no "
-        f"request {now.replica_idle:.0%} of the time"
+        f"requests {now.replica_idle:.0%} of the time"
     )
     dear = [cost for cost in costs if cost.step_s >= GAIN * step_s][:2]
     if dear:
-        text += "; " + ", ".join(f"without {cost.of} it would take {cost.step_s:.2f} s less" for cost in dear)
+        text += "; " + ", ".join(f"without {cost.name} it would take {cost.step_s:.2f} s less" for cost in dear)
     free, dearer = _best(now, options, is_free=True), _best(now, options, is_free=False)
-    found: list[str] = []
+    proposals: list[str] = []
     if free is not None and free[1] >= GAIN:
-        found.append(f"{free[0].change} gives {free[1]:+.0%} samples/s on the same machines")
+        proposals.append(f"{free[0].change} gives {free[1]:+.0%} samples/s on the same machines")
     elif free is not None:
-        found.append(f"no change that was tried gives {GAIN:.0%} more samples/s on the same machines")
+        proposals.append(f"no change that was tried gives {GAIN:.0%} more samples/s on the same machines")
     if dearer is not None and dearer[1] >= GAIN:
-        found.append(f"{dearer[0].change} gives {dearer[1]:+.0%}")
+        proposals.append(f"{dearer[0].change} gives {dearer[1]:+.0%}")
     gain = free[1] if free is not None and free[1] >= GAIN else 0.0
-    return Advice(f"{text}: {', '.join(found)}." if found else f"{text}.", gain)
+    return Advice(f"{text}: {', '.join(proposals)}." if proposals else f"{text}.", gain)
 
 
-def _best(now: Prediction, options: Sequence[Option], *, is_free: bool) -> tuple[Option, float] | None:
-    gains = [(one, one.samples_per_s / now.samples_per_s - 1) for one in options if one.is_free is is_free]
+def _best(now: "Prediction", options: Sequence[Option], *, is_free: bool) -> tuple[Option, float] | None:
+    gains = [(option, option.samples_per_s / now.samples_per_s - 1) for option in options if option.is_free is is_free]
     most = max((gain for _, gain in gains), default=0.0)
     return next((pair for pair in gains if pair[1] >= most - ALIKE), None)
+
+
+# -- from rules --------------------------------------------------------------------------------------------------------
+
+PREDICTED = "prediction"
+LATEST_STEPS = 20
+"""The number of steps that the rules are about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """The means over the latest steps, None for what was not recorded. Shares are in [0, 1]."""
+
+    steps: int
+    trainer_idle: float | None = None
+    replica_idle: float | None = None
+    free_slots: float | None = None
+    step_s: float | None = None
+    pause_s: float | None = None
+    zero_variance: float | None = None
+    cut: float | None = None
+    ess: float | None = None
+    ce_loss: float | None = None
+    waiting: float | None = None
+    """The requests that wait for a seat in an engine, the mean of all replicas."""
+    kv_usage: float | None = None
+    skipped: float = 0.0
+    """The steps that were skipped among these; the next three count the same way."""
+    failed_rewards: float = 0.0
+    failed_groups: float = 0.0
+    replicas_lost: float = 0.0
+    accuracy: float | None = None
+    """The latest held-out accuracy."""
+    solve_all: float | None = None
+    """The share of groups whose answers are all right, and next that of groups with none."""
+    solve_none: float | None = None
+    steps_done: int = 0
+    """The number of the last step."""
+    failure: str = ""
+    """The reason why the run broke off, or "" if it did not."""
+    phase: str = ""
+    """A sentence on a run without a step."""
+    max_staleness: Any = None
+    """The value of rollout.max_staleness; the next two are of the keys of their names."""
+    max_num_seqs: Any = None
+    num_replicas: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A sentence that is said if `applies(numbers)`."""
+
+    name: str
+    applies: Callable[[Numbers], bool]
+    text: Callable[[Numbers], str]
+    is_of_speed: bool = False
+    """True for a rule about speed, which is silent once there is a prediction."""
+
+
+def share(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0%}"
+
+
+def count(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}{'' if number == 1 else 's'}"
+
+
+def over(value: float | None, limit: float) -> bool:
+    return value is not None and value >= limit
+
+
+def under(value: float | None, limit: float) -> bool:
+    return value is not None and value < limit
+
+
+def _at_accuracy(numbers: "Numbers") -> str:
+    return "" if numbers.accuracy is None else f" (held-out accuracy {numbers.accuracy:.3f})"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "failed",
+        lambda n: bool(n.failure),
+        lambda n: (
+            f"The run failed after {count(n.steps_done, 'step')}: {n.failure}. See Config and logs."
+            if n.steps_done
+            else f"The run failed before its first step: {n.failure}. See Config and logs."
+        ),
+    ),
+    Rule(
+        "skipped",
+        lambda n: n.skipped > 0,
+        lambda n: (
+            f"{n.skipped:.0f} of the last {n.steps} steps gave NaN or infinity: lower trainer.lr, "
+            "or look into bad_batches/."
+        ),
+    ),
+    Rule(
+        "supervised",
+        lambda n: n.ce_loss is not None and n.replica_idle is None,
+        lambda n: (
+            f"Supervised: the mean loss over the last {n.steps} steps is {n.ce_loss:.4f}, at {n.step_s:.2f} s per step."
+        ),
+    ),
+    Rule(
+        "failed_rewards",
+        lambda n: n.failed_rewards > 0,
+        lambda n: f"{count(n.failed_rewards, 'reward')} failed in the last {n.steps} steps: see Groups with failures.",
+    ),
+    Rule(
+        "failed_groups",
+        lambda n: n.failed_groups > 0,
+        lambda n: f"{count(n.failed_groups, 'group')} given up in the last {n.steps} steps: see Fleet for the reasons.",
+    ),
+    Rule(
+        "replicas_lost",
+        lambda n: n.replicas_lost > 0,
+        lambda n: f"{count(n.replicas_lost, 'replica')} lost in the last {n.steps} steps: see Fleet for the reasons.",
+    ),
+    Rule(
+        "solved",
+        lambda n: over(n.zero_variance, 0.5) and over(n.solve_all, 0.5),
+        lambda n: (
+            f"Little is still being learned: {share(n.zero_variance)} of the groups have equal rewards, and in "
+            f"{share(n.solve_all)} every answer is right{_at_accuracy(n)}. The task is solved: "
+            "use harder prompts, or end the run."
+        ),
+    ),
+    Rule(
+        "too_hard",
+        lambda n: over(n.zero_variance, 0.5) and over(n.solve_none, 0.5),
+        lambda n: (
+            f"Little is being learned: {share(n.zero_variance)} of the groups have equal rewards, and in "
+            f"{share(n.solve_none)} no answer is right{_at_accuracy(n)}. Use easier prompts, or look into Groups: the "
+            "reward may not recognise right answers."
+        ),
+    ),
+    Rule(
+        "equal_rewards",
+        lambda n: over(n.zero_variance, 0.5),
+        lambda n: (
+            f"{share(n.zero_variance)} of the groups have equal rewards and teach nothing{_at_accuracy(n)}: "
+            "set algorithm.filter_groups=true, or use other prompts."
+        ),
+    ),
+    Rule(
+        "slots",
+        lambda n: over(n.trainer_idle, 0.2) and over(n.replica_idle, 0.2) and under(n.free_slots, 0.5),
+        lambda n: (
+            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time while replicas are idle "
+            f"{share(n.replica_idle)} of it and no slot is free: raise rollout.max_staleness (now {n.max_staleness})."
+        ),
+        is_of_speed=True,
+    ),
+    Rule(
+        "seats",
+        lambda n: over(n.trainer_idle, 0.2) and over(n.waiting, 1) and under(n.kv_usage, 0.6),
+        lambda n: (
+            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time; {n.waiting:.0f} requests queue at "
+            f"a replica with its KV cache {share(n.kv_usage)} full: raise rollout.max_num_seqs (now {n.max_num_seqs})."
+        ),
+        is_of_speed=True,
+    ),
+    Rule(
+        "replicas",
+        lambda n: over(n.trainer_idle, 0.2),
+        lambda n: (
+            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time, and replicas are idle "
+            f"{share(n.replica_idle)} of it: add replicas (rollout.num_replicas, now {n.num_replicas})."
+        ),
+        is_of_speed=True,
+    ),
+    Rule(
+        "ranks",
+        lambda n: over(n.replica_idle, 0.2),
+        lambda n: (
+            f"Replicas are idle {share(n.replica_idle)} of the time and the trainer waits {share(n.trainer_idle)} of "
+            "it: the trainer is the slower side. Add ranks (trainer.num_ranks), or take a replica away."
+        ),
+        is_of_speed=True,
+    ),
+    Rule(
+        "pauses",
+        lambda n: n.pause_s is not None and n.step_s is not None and n.pause_s > 0.05 * n.step_s > 0,
+        lambda n: (
+            f"Updates freeze replicas for {1000 * (n.pause_s or 0):.0f} ms in each step of {n.step_s:.2f} s "
+            f"({share((n.pause_s or 0) / (n.step_s or 1))}): raise weight_sync.interval, or see docs/weight-sync.md."
+        ),
+        is_of_speed=True,
+    ),
+    Rule(
+        "cut",
+        lambda n: over(n.cut, 0.3),
+        lambda n: f"{share(n.cut)} of the responses are cut off: raise rollout.max_response_tokens.",
+    ),
+    Rule(
+        "off_policy",
+        lambda n: under(n.ess, 0.5),
+        lambda n: (
+            f"The effective sample size is {share(n.ess)}: tokens are too far off-policy; "
+            f"lower rollout.max_staleness (now {n.max_staleness}) or trainer.lr."
+        ),
+    ),
+    Rule(
+        "balanced",
+        lambda n: n.trainer_idle is not None,
+        lambda n: (
+            f"Balanced: the trainer waits for rollouts {share(n.trainer_idle)} of the time, "
+            f"and replicas are idle {share(n.replica_idle)} of it."
+        ),
+        is_of_speed=True,
+    ),
+)
+
+
+def advise(numbers: Numbers, predicted: str | None = None, gain: float = 0.0) -> tuple[str, str]:
+    """Return the name and the sentence of the first rule that applies.
+
+    `predicted` is what the predictor says. With a `gain` it speaks in the place of the rules of speed; without one,
+    which means that it knows no change worth making, it comes last.
+    """
+    for rule in RULES:
+        if rule.is_of_speed and predicted is not None:
+            if gain > 0 or rule is RULES[-1]:
+                return PREDICTED, predicted
+        elif rule.applies(numbers):
+            return rule.name, rule.text(numbers)
+    return "nothing", f"{numbers.phase} No step has been recorded yet.".strip()
+
+
+def gather(
+    rows: Sequence[Mapping[str, float]], config: Mapping[str, Any], loads: Sequence[Mapping[str, Any]] = ()
+) -> Numbers:
+    """Return the numbers of the latest steps.
+
+    Args:
+        rows: the finite metrics of steps, oldest first.
+        config: the values by key, such as "rollout.max_staleness".
+        loads: the latest `waiting` and `kv_usage` of each replica.
+    """
+    steps = [row for row in rows if "timing_s/step" in row]
+    before, latest = steps[:-LATEST_STEPS], steps[-LATEST_STEPS:]
+
+    def mean(key: str, of: Sequence[Mapping[str, Any]] = latest) -> float | None:
+        values = [row[key] for row in of if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    def grown(key: str) -> float:
+        values = [row[key] for row in latest if key in row]
+        start = before[-1].get(key, 0.0) if before else 0.0
+        return max(0.0, values[-1] - start) if values else 0.0
+
+    pause_ms = mean("weight_sync/pause_ms")
+    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    return Numbers(
+        steps=len(latest),
+        trainer_idle=mean("perf/trainer_idle"),
+        replica_idle=mean("perf/replica_idle"),
+        free_slots=mean("rollout/free_slots"),
+        step_s=mean("timing_s/step"),
+        pause_s=None if pause_ms is None else pause_ms / 1000,
+        zero_variance=mean("rollout/zero_variance_groups"),
+        cut=mean("response_length/clip_ratio"),
+        ess=mean("actor/ess"),
+        ce_loss=mean("actor/ce_loss"),
+        waiting=mean("waiting", loads),
+        kv_usage=mean("kv_usage", loads),
+        skipped=grown("actor/skipped_steps"),
+        failed_rewards=grown("rollout/failed_rewards"),
+        failed_groups=grown("rollout/failed_groups"),
+        replicas_lost=grown("rollout/replicas_lost"),
+        accuracy=accuracies[-1] if accuracies else None,
+        solve_all=mean("rollout/solve_all"),
+        solve_none=mean("rollout/solve_none"),
+        steps_done=int(steps[-1].get("step", len(steps))) if steps else 0,
+        max_staleness=config.get("rollout.max_staleness"),
+        max_num_seqs=config.get("rollout.max_num_seqs"),
+        num_replicas=config.get("rollout.num_replicas"),
+    )

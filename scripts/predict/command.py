@@ -1,4 +1,4 @@
-"""The arguments of `python -m scripts.predict`: key=value, several values with commas between them."""
+"""Parse the arguments of `python -m scripts.predict`: key=value, several values with commas between them."""
 
 import math
 import re
@@ -9,75 +9,78 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from scripts.predict.profile import PredictError, Profile, from_fields
-from scripts.predict.setup import KEYS, Setup
+from scripts.simulate.profile import PredictError, Profile, from_fields
+from scripts.simulate.setup import KEYS, Setup
 
 PARTS = ("sweep", "marginal", "costs")
 OWN = ("run", "profile", "save", "only")
 FIELDS = {key: name for name, key in KEYS.items()}
 STEPS = 20
-"""That are simulated, where none are given."""
+"""The number of steps that are simulated by default."""
 RAREST = 2
-"""Evaluations that come more rarely than every so many times the steps are left out."""
+"""Evaluations whose period is more than so many times the simulated steps are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     runs: tuple[Path, ...] = ()
-    """That the profile is fitted to. The first one's configuration is what everything is compared with."""
+    """The runs that the profile is fitted to. Everything is compared with the configuration of the first."""
     profile: Path | None = None
     save: Path | None = None
     parts: tuple[str, ...] = PARTS
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Field of `Setup` -> value."""
+    """The fields of `Setup` with one value."""
     axes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field of `Setup` -> values to sweep."""
-    of_profile: Mapping[str, Any] = field(default_factory=dict)
-    """Field of `Profile` -> value, in place of what was measured."""
+    """The fields of `Setup` with several values, which are swept."""
+    profile_fields: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of `Profile` that replace what was measured."""
 
-    def setup(self, of_run: Setup | None) -> Setup:
-        """The configuration that everything is compared with: the run's, or else the first of all that are given.
+    def setup(self, run_setup: Setup | None) -> Setup:
+        """Return the configuration that everything is compared with: the run's, or else the first of all values.
 
         Its steps are whole periods of weight updates and evaluations, so that every configuration has as many of them.
-        Evaluations that are rarer than that are left out.
+        Evaluations that are too rare for that are left out.
         """
-        base, first = of_run or Setup(), dict[str, Any]()
-        if of_run is None:
+        base, first = run_setup or Setup(), dict[str, Any]()
+        if run_setup is None:
             first = {name: values[0] for name, values in self.axes.items()}
-        given = {"interval": base.interval, "steps": STEPS, **first, **self.fixed}
-        checked = replace(base, **{**given, "interval": 1})
+        values = {"interval": base.interval, "steps": STEPS, **first, **self.fixed}
+        checked = replace(base, **{**values, "interval": 1})
         most = RAREST * checked.steps
-        periods = [*self._values("interval", base), *(one for one in self._values("eval_every", base) if one <= most)]
-        period = math.lcm(*(one for one in periods if one > 0))
+        periods = [
+            *self._values("interval", base),
+            *(every for every in self._values("eval_every", base) if every <= most),
+        ]
+        period = math.lcm(*(period for period in periods if period > 0))
         return replace(
             checked,
-            interval=given["interval"],
+            interval=values["interval"],
             eval_every=checked.eval_every if checked.eval_every <= most else 0,
             steps=-(-checked.steps // period) * period,
         )
 
     def _values(self, name: str, base: Setup) -> list[int]:
-        """All that the field is to have; what it cannot be is refused later."""
+        """Return all values that the field is to have. One that it cannot have is refused later."""
         values = self.axes.get(name, (self.fixed.get(name, getattr(base, name)),))
-        return [one for one in values if isinstance(one, int)]
+        return [value for value in values if isinstance(value, int)]
 
     def changed(self, profile: Profile | None) -> Profile:
-        """The profile with what was given by hand; without one, all of it is."""
+        """Return the profile with the fields that the arguments set; without a profile, they must set all of it."""
         if profile is None:
-            return from_fields(self.of_profile)
-        if not self.of_profile:
+            return from_fields(self.profile_fields)
+        if not self.profile_fields:
             return profile
         required: dict[str, Any] = {"step_s": 1.0, "turn_tokens": 1.0, "train_s": 1.0}
-        given = from_fields(required | dict(self.of_profile))
-        return replace(profile, **{name: getattr(given, name) for name in self.of_profile})
+        by_hand = from_fields(required | dict(self.profile_fields))
+        return replace(profile, **{name: getattr(by_hand, name) for name in self.profile_fields})
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Raises PredictError, which names the key and what is allowed."""
+    """Parse the words of the command line. Raises PredictError, which names the key and what is allowed."""
     own: dict[str, str] = {}
     fixed: dict[str, Any] = {}
     axes: dict[str, tuple[Any, ...]] = {}
-    of_profile: dict[str, Any] = {}
+    profile_fields: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not text:
@@ -85,11 +88,11 @@ def parse(words: Sequence[str]) -> Arguments:
         if key in OWN:
             own[key] = text
         elif key.startswith("profile."):
-            of_profile[key.removeprefix("profile.")] = _yaml(text)
+            profile_fields[key.removeprefix("profile.")] = _yaml(text)
         elif key in FIELDS:
-            first, *others = [_value(one) for one in text.split(",")]
-            if others:
-                axes[FIELDS[key]] = (first, *others)
+            first, *rest = [_value(entry) for entry in text.split(",")]
+            if rest:
+                axes[FIELDS[key]] = (first, *rest)
             else:
                 fixed[FIELDS[key]] = first
         else:
@@ -97,7 +100,7 @@ def parse(words: Sequence[str]) -> Arguments:
             raise PredictError(f"{key}: is no key; there are {allowed}")
     if "run" in own and "profile" in own:
         raise PredictError("run and profile: give one of them")
-    if not own.keys() & {"run", "profile"} and not of_profile:
+    if not own.keys() & {"run", "profile"} and not profile_fields:
         raise PredictError("give run=FOLDER, profile=FILE, or a profile by hand, such as profile.step_s=0.01")
     if "steps" in axes:
         raise PredictError("trainer.total_steps: one value only, the number of steps that are simulated")
@@ -108,7 +111,7 @@ def parse(words: Sequence[str]) -> Arguments:
         parts=_parts(own.get("only")),
         fixed=fixed,
         axes=axes,
-        of_profile=of_profile,
+        profile_fields=profile_fields,
     )
 
 
@@ -127,7 +130,7 @@ def _value(text: str) -> Any:
 
 def _yaml(text: str) -> Any:
     try:
-        given: Any = OmegaConf.to_container(OmegaConf.create(f"it: {text}"))
+        parsed: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
     except Exception as error:  # of the parser
         raise PredictError(f"{text}: is no YAML: {error}") from error
-    return given["it"]
+    return parsed["value"]

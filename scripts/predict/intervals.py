@@ -1,4 +1,4 @@
-"""How much of some intervals lies in others. Arrays in, arrays out."""
+"""Count how much of some intervals lies in others, and fit what slows what. Arrays in, arrays out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 LEAST = 1.05
-"""What is slowed by less is not slowed."""
+"""The smallest factor that counts as slowed."""
 
 
 class Load:
-    """How many of some intervals are open, over time.
+    """Counts how many of some intervals are open, over time.
 
     Example: Load([0, 1], [4, 2]).mean([0], [2]) == [1.5]
     """
@@ -24,30 +24,30 @@ class Load:
         self._times, self._counts = times[order], np.cumsum(steps[order])
 
     def sum(self, starts: Any, ends: Any) -> Floats:
-        """Open intervals times seconds, between each start and end."""
+        """Return the open intervals times seconds, between each start and end."""
         return self._integral(self._counts, starts, ends)
 
     def _integral(self, heights: Floats, starts: Any, ends: Any) -> Floats:
-        """`heights`: between one time and the next."""
+        """Integrate the `heights`, each from one time to the next, between each start and end."""
         if not len(self._times):
             return np.zeros(len(np.asarray(starts)))
         sums = np.concatenate([[0.0], np.cumsum(heights[:-1] * np.diff(self._times))])
         return np.interp(ends, self._times, sums) - np.interp(starts, self._times, sums)
 
     def mean(self, starts: Any, ends: Any) -> Floats:
-        """Open intervals, on average between each start and end."""
+        """Return the number of open intervals, on average between each start and end."""
         seconds = np.maximum(np.asarray(ends, float) - np.asarray(starts, float), 1e-12)
         return self.sum(starts, ends) / seconds
 
     def mean_over_steps(self, starts: Any, ends: Any, base: float, per_open: float) -> Floats:
-        """The same, where time goes in steps that take base + per_open * count: a long step counts once."""
+        """Return the mean over steps, each of which takes base + per_open * count: a long step counts once."""
         pace = 1 / np.maximum(base + per_open * self._counts, 1e-12)
         steps = np.maximum(self._integral(pace, starts, ends), 1e-12)
         return self._integral(self._counts * pace, starts, ends) / steps
 
 
 def union(starts: Sequence[float], ends: Sequence[float]) -> Load:
-    """Whether at least one of the intervals is open: a load of 0 or 1."""
+    """Return a load of 0 or 1: whether at least one of the intervals is open."""
     merged: list[list[float]] = []
     for start, end in sorted(zip(starts, ends, strict=True)):
         if merged and start <= merged[-1][1]:
@@ -58,25 +58,28 @@ def union(starts: Sequence[float], ends: Sequence[float]) -> Load:
 
 
 def nonnegative(columns: Floats, values: Floats) -> tuple[Floats, float]:
-    """Least squares without negative coefficients, for a few columns. [n, k], [n] -> [k], and the squared error."""
+    """Solve least squares without negative coefficients, for a few columns: [n, k], [n] -> [k], and the squared error.
+
+    Every subset of the columns is tried, which for three of them is the shortest way.
+    """
     count = columns.shape[1]
     best, least = np.zeros(count), float(values @ values)
     for subset in range(1, 1 << count):
         chosen = [index for index in range(count) if subset >> index & 1]
-        found, *_ = np.linalg.lstsq(columns[:, chosen], values, rcond=None)
-        if (found < 0).any():
+        solution, *_ = np.linalg.lstsq(columns[:, chosen], values, rcond=None)
+        if (solution < 0).any():
             continue
-        error = float(((columns[:, chosen] @ found - values) ** 2).sum())
+        error = float(((columns[:, chosen] @ solution - values) ** 2).sum())
         if error < least * (1 - 1e-9):
             best, least = np.zeros(count), error
-            best[chosen] = found
+            best[chosen] = solution
     return best, least
 
 
 def slowed(columns: Floats, values: Floats, shares: Floats, most: float = 6.0) -> tuple[Floats, float]:
-    """Fit values = (columns @ b) * (1 + (factor - 1) * shares). Returns b, none negative, and the factor, at least 1.
+    """Fit values = (columns @ b) * (1 + (factor - 1) * shares). Return b, none negative, and the factor, at least 1.
 
-    [n, k], [n], [n] -> [k], factor. `shares`: of each value's time, when something slowed it.
+    [n, k], [n], [n] -> [k], factor. `shares` are those of each value's time in which something slowed it.
     """
 
     def error(factor: float) -> float:

@@ -1,13 +1,19 @@
-"""Other configurations than the one of the run: which is how fast, and what one more replica or rank is worth."""
+"""Simulate other configurations and other worlds: which is how fast, and what does a step wait for?
 
-from collections.abc import Iterator, Mapping, Sequence
+What something costs is told by a counterfactual: the same run without it, and the difference. What overlaps with
+something as long costs nothing, however long it takes; a stopwatch would blame it all the same. So the costs need not
+add up to the wait: what two things cause together, neither costs alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from scripts.predict.profile import PredictError, Profile
-from scripts.predict.setup import KEYS, Setup
-from scripts.predict.simulate import Prediction, simulate
+from scripts.simulate.profile import PredictError, Profile
+from scripts.simulate.quantiles import Quantiles
+from scripts.simulate.setup import KEYS, Setup
+from scripts.simulate.simulate import Prediction, simulate
 
 STALENESS = (0, 1, 2, 4, 8)
 POLICIES = ("wait", "mask", "drop")
@@ -15,20 +21,20 @@ POLICIES = ("wait", "mask", "drop")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A configuration with its prediction."""
+    """A configuration, and what was predicted for it."""
 
     change: Mapping[str, Any]
-    """Field of `Setup` -> value, where it differs from the base."""
+    """The fields of `Setup` that differ from the base, with their values."""
     prediction: Prediction
 
     @property
     def name(self) -> str:
-        """As overrides of a command line."""
+        """The change as overrides of a command line."""
         return " ".join(f"{KEYS[field]}={value}" for field, value in self.change.items()) or "as it is"
 
 
 def around(base: Setup) -> list[dict[str, Any]]:
-    """One change at a time: half and twice of most, and all that is usual of the others."""
+    """Return changes of one thing at a time: half and twice of most, and the usual values of the others."""
     changes: list[dict[str, Any]] = [{"max_staleness": value} for value in STALENESS if value != base.max_staleness]
     for field in ("num_replicas", "num_ranks", "max_num_seqs", "group_size"):
         value = getattr(base, field)
@@ -45,8 +51,8 @@ def around(base: Setup) -> list[dict[str, Any]]:
     return changes
 
 
-def of_axes(base: Setup, axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every combination of the values, by field of `Setup`."""
+def cross_axes(base: Setup, axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return every combination of the values, by field of `Setup`."""
     changes = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     if not changes:
         raise PredictError("nothing to sweep")
@@ -54,15 +60,16 @@ def of_axes(base: Setup, axes: Mapping[str, Sequence[Any]]) -> list[dict[str, An
 
 
 def sweep(profile: Profile, base: Setup, changes: Sequence[Mapping[str, Any]]) -> Iterator[Choice]:
-    """All draw the same episodes for the same prompts, so that differences are those of the configurations."""
-    setups = [replace(base, **change) for change in changes]  # a value that cannot be is an error before it starts
+    """Simulate every change. All draw the same episodes for a prompt, so that only the configurations differ."""
+    # Made before the first simulation, so that a value that cannot be is an error at once.
+    setups = [replace(base, **change) for change in changes]
     for change, setup in zip(changes, setups, strict=True):
         yield Choice(change, simulate(profile, setup))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marginal:
-    """Samples per second that come with one more of each."""
+    """The samples per second that one more replica and one more rank would add."""
 
     base: float
     replica: float
@@ -77,4 +84,74 @@ def marginal(profile: Profile, base: Prediction) -> Marginal:
         base=base.samples_per_s,
         replica=more_replicas.samples_per_s - base.samples_per_s,
         rank=more_ranks.samples_per_s - base.samples_per_s,
+    )
+
+
+# -- counterfactuals ---------------------------------------------------------------------------------------------------
+
+LONGEST = 0.9
+"""The quantile at which lengths are cut off in a world without stragglers."""
+NONE = Quantiles((0.0,))
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world: everything that a simulation is made of."""
+
+    profile: Profile
+    setup: Setup
+    longest: float = 1.0
+
+
+WITHOUT: Mapping[str, Callable[[World], World]] = {
+    "stragglers": lambda world: replace(world, longest=LONGEST),
+    "updates": lambda world: replace(world, profile=replace(world.profile, publish_s=0.0, stage_s=0.0, swap_s=0.0)),
+    "tools": lambda world: replace(world, profile=replace(world.profile, tool_s=NONE)),
+    "rewards": lambda world: replace(world, profile=replace(world.profile, reward_s=NONE)),
+    "evaluations": lambda world: replace(world, profile=replace(world.profile, evaluation_requests=0)),
+    "checkpoints": lambda world: replace(world, setup=replace(world.setup, checkpoint_every=0)),
+    "shared cores": lambda world: replace(world, profile=replace(world.profile, cores=0.0)),
+}
+"""The things that can be taken away from a world, and how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """The cost of one thing for a step."""
+
+    name: str
+    step_s: float
+    """The seconds of a step that it costs, the mean over the steps; below 0 if it helps."""
+    wait_s: float
+    """The part of these seconds in which the trainer waits for its batch."""
+
+
+def costs(profile: Profile, base: Prediction) -> list[Cost]:
+    """Return what everything in the run costs, the dearest first."""
+    world = World(profile, base.setup)
+    costs = [
+        _cost(name, base, without)
+        for name, take_away in WITHOUT.items()
+        if (without := take_away(world)) != world and _differs(name, world)
+    ]
+    return sorted(costs, key=lambda cost: -cost.step_s)
+
+
+def _differs(name: str, world: World) -> bool:
+    """Return whether the run has any of it."""
+    profile = world.profile
+    if name == "stragglers":
+        return any(values.at(1.0) > values.at(LONGEST) for values in (profile.turn_tokens, profile.turns))
+    if name == "evaluations":
+        return world.setup.eval_every > 0
+    return name != "checkpoints" or profile.checkpoint_s > 0
+
+
+def _cost(name: str, base: Prediction, without: World) -> Cost:
+    other = simulate(without.profile, without.setup, longest=without.longest)
+    steps = len(base.step_s)
+    return Cost(
+        name=name,
+        step_s=(base.seconds - other.seconds) / steps,
+        wait_s=(sum(base.wait_s) - sum(other.wait_s)) / steps,
     )

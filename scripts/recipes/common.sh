@@ -23,7 +23,7 @@ need_data() {
   for split in "$@"; do
     if [ ! -f "$DATA/$name/$split.parquet" ]; then
       "$python" -m scripts.prepare_data "$name" --folder "$DATA" ||
-        die "could not prepare $name. Offline, fetch it elsewhere and run: $python -m scripts.prepare_data $name --source PATH --folder $DATA"
+        die "could not prepare $name. Offline, fetch it elsewhere and run: $python -m scripts prepare-data $name --source PATH --folder $DATA"
       return
     fi
   done

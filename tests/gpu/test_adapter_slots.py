@@ -34,6 +34,7 @@ def test_each_logprob_is_of_the_adapter_of_its_version(speculative: dict[str, ob
         enforce_eager=False,
         adapter=ServedAdapter(max_rank=8, layers=None),
         speculative=speculative,
+        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},  # not the compiler
     )
     adapters = {version: factors(path, version) for version in (1, 2, 3)}
     prompts = [prompt(index, 60) for index in range(4)]

@@ -4,15 +4,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from configs.schema import WeightSyncConfig
+from ray.util.placement_group import PlacementGroup
+
+from configs.schema import Config, WeightSyncConfig
 from rollout.engines.base import EngineSpec
+from rollout.engines.simulated import SimulatedEngine
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.health import FleetMonitor, HealthMonitor
 from rollout.replica.replica import RolloutReplica
-from rollout.replica.replica_group import ReplicaActor, ReplicaHandle, create_replica
-from scripts.bench.simulated_engine import SimulatedEngine
-from scripts.launch.placement import Placement
+from rollout.replica.replica_group import ReplicaActor, ReplicaHandle
+from scripts.launch.replicas import ReplicaStarter
 from tests.support.fakes import make_manifest, make_tag
 from weight_sync.protocol import Manifest, PublishOrder
 
@@ -49,7 +50,7 @@ class NoAgents:
     def __init__(self) -> None:
         self.connected: list[str] = []
 
-    async def connect(self, replica: ReplicaHandle) -> None:
+    def connect(self, replica: ReplicaHandle) -> None:
         self.connected.append(replica.name)
 
 
@@ -65,16 +66,24 @@ class Source:
         return make_tag(manifest.global_steps).checksum
 
 
-def creating(
-    on_start: Callable[[str], Callable[[], None]], placement: Placement | None = None
-) -> Callable[[str], Awaitable[ReplicaHandle]]:
-    """Creates simulated replicas by name, on what is reserved for each."""
-
-    async def create(name: str) -> ReplicaHandle:
-        group = None if placement is None else await placement.reserve_replica()
-        return create_replica(name, SPEC, on_start, SimulatedActor, group)
-
-    return create
+def make_starter(
+    config: Config,
+    on_start: Callable[[str], Callable[[], None]],
+    agents: NoAgents,
+    told: list[str],
+    reserve: Callable[[], Awaitable[PlacementGroup]] | None = None,
+) -> ReplicaStarter:
+    """Starts simulated replicas by name, on what is reserved for each."""
+    options: Any = {} if reserve is None else {"reserve": reserve}
+    return ReplicaStarter(
+        config=config,
+        spec=SPEC,
+        on_start=on_start,
+        report=lambda event: told.append(event.text),
+        actor_class=SimulatedActor,
+        connect=agents.connect,
+        **options,
+    )
 
 
 def no_redirect(_name: str) -> Any:

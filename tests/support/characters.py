@@ -9,7 +9,7 @@ EOS = 0
 class Characters:
     """A tokenizer with one token per character."""
 
-    is_fast = False
+    is_fast, added_tokens_decoder, special_tokens_map = False, {}, {}
 
     def __call__(self, text: str, add_special_tokens: bool, verbose: bool = True) -> dict[str, list[int]]:
         assert not add_special_tokens

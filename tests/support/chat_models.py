@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from scripts.bench.sessions.chat import CHATML_TAGS, QWEN, Family, build_tokenizer
+from trainer.tiny.chat_templates import CHATML_TAGS, QWEN, Family, build_tokenizer
 
 LLAMA3 = """
 {%- for message in messages %}
@@ -87,6 +87,44 @@ DEEPSEEK = """
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}
 """
 
+GPT_OSS = """
+{%- set last_final = namespace(index=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and not message.tool_calls %}{% set last_final.index = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if messages[0].role == 'system' %}{{ '<|start|>developer<|message|>' + messages[0].content + '<|end|>' }}{% endif %}
+{%- for tool in tools or [] %}{{ '<|start|>developer<|message|>' + tool | tojson + '<|end|>' }}{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        {%- if message.content and message.thinking %}{{ raise_exception('Content or thinking, not both!') }}{% endif %}
+        {%- set thoughts = message.content or message.thinking %}
+        {%- if thoughts and loop.index0 > last_final.index %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + thoughts + '<|end|>' }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start|>assistant to=' + call.name + '<|message|>' + call.arguments | tojson + '<|call|>' }}
+    {%- elif message.role == 'assistant' %}
+        {%- if loop.last and message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last else '<|end|>' }}
+    {%- elif message.role != 'system' %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+PHI3 = """
+{%- for message in messages %}
+    {%- if message.role in ('system', 'user', 'assistant') %}
+        {{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}
+"""
+
 
 FAMILIES = {
     **QWEN,
@@ -100,8 +138,13 @@ FAMILIES = {
         template=MISTRAL,
         eos="</s>",
         special=(
-            *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-            *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+            "[INST]",
+            "[/INST]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_CALLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
         ),
         bos="<s>",
     ),
@@ -118,10 +161,16 @@ FAMILIES = {
         tags=("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
         bos="<｜begin▁of▁sentence｜>",
     ),
+    "gptoss": Family(
+        template=GPT_OSS,
+        eos="<|return|>",
+        special=("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|endoftext|>"),
+    ),
+    "phi3": Family(template=PHI3, eos="<|endoftext|>", special=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
 }
 
 
 @cache
 def chat_tokenizer(family: str) -> Any:
-    """A byte-level BPE tokenizer: any text survives encode and decode."""
+    """Build the tokenizer of a family, a byte-level BPE: any text survives encode and decode."""
     return build_tokenizer(FAMILIES[family])

@@ -1,11 +1,11 @@
-"""A chat for `MultiTurn` that is made of functions, in place of a chat template."""
+"""A chat for `MultiTurn` made of functions in place of a chat template."""
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollout.agents.environment import Turn
-from rollout.sessions.messages import Message, Role, ToolSpec
+from rollout.chat.messages import Message, Role, ToolSpec
 
 
 def reads_nothing(token_ids: Sequence[int]) -> Message:
@@ -14,14 +14,14 @@ def reads_nothing(token_ids: Sequence[int]) -> Message:
 
 @dataclass
 class FakeChat:
-    """Messages after the prompt are written as those after a turn, which is then None."""
+    """Writes messages after the prompt as those after a turn, which is then None."""
 
     write: Callable[[Sequence[int], Turn | None, Sequence[Message]], list[int] | None] = lambda *_: None
     read: Callable[[Sequence[int]], Message] = reads_nothing
     tools: Sequence[ToolSpec] = ()
     end_token_ids: Sequence[int] = ()
     threads: set[int] = field(default_factory=set)
-    """Where its methods were called."""
+    """The threads that its methods were called in."""
 
     def parse(self, token_ids: Sequence[int]) -> Message:
         self.threads.add(threading.get_ident())

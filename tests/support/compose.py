@@ -9,15 +9,15 @@ from omegaconf import OmegaConf
 from configs import load
 from configs.cli.compose import compose_job
 from configs.schema import Config
-from scripts.launch.command import Invocation
+from scripts.command.command import Invocation
 
 CONFIGS = Path(load.__file__).parent
 RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
 
 
 def resolve(*overrides: str) -> Config:
-    composed, _ = compose_job("train", overrides)
-    return load.load(composed)
+    composed = compose_job("train", overrides).config
+    return load.load(composed, overrides=overrides)
 
 
 def invocation(config: Config, run_dir: Path) -> Invocation:

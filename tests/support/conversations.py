@@ -1,4 +1,4 @@
-"""A harness, a renderer and a policy in one, around a transcript: all in one call of `ask`."""
+"""A transcript with a harness, a renderer and a policy around it, all in one call of `ask`."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from rollout.sessions.attachment import Attachment
-from rollout.sessions.generation import Cause, Generation
-from rollout.sessions.messages import ChatRequest, Finish, Message, Role, ToolCall
-from rollout.sessions.transcript import Transcript
+from rollout.chat.messages import ChatRequest, Finish, Message, Role, ToolCall
+from rollout.chat.verification import Cause
+from rollout.sessions.tree.attachment import Attachment
+from rollout.sessions.tree.generation import Generation
+from rollout.sessions.tree.transcript import Transcript
 from rollout.types import Completion, VersionSpan
 
 FIRST_SAMPLED = 100_000
@@ -35,14 +36,14 @@ def result(call_id: str, text: str) -> Message:
 
 
 def rendered(messages: Iterable[Message]) -> list[int]:
-    """Two tokens per message."""
+    """Return two tokens per message."""
     return [
         number for one in messages for number in (list(Role).index(one.role), zlib.crc32(one.content.encode()) % 99)
     ]
 
 
 class Conversations:
-    """One session. `bridges`: goes on from the parent's tokens also after an edit."""
+    """One session, which with `bridges` goes on from the parent's tokens after an edit too."""
 
     def __init__(self, session: str = "a", bridges: bool = True):
         self.transcript = Transcript(session)
@@ -53,7 +54,7 @@ class Conversations:
         return self.transcript.attach(ChatRequest(messages=messages, **request))
 
     def begin(self, *messages: Message, **request: Any) -> tuple[Generation, ...]:
-        """Generations that run, with a prompt."""
+        """Begin generations, and set their prompt."""
         attachment = self.attach(*messages, **request)
         prompt = self.render(attachment)
         return tuple(self.transcript.set_prompt(one.number, prompt) for one in self.transcript.begin(attachment))
@@ -66,13 +67,13 @@ class Conversations:
         return rendered(attachment.conversation)
 
     def completion(self, versions: Sequence[int]) -> Completion:
-        """One token per version, with logprobs that say which token it is."""
+        """Return one token per version, with logprobs that say which token it is."""
         ids = np.array([next(self._tokens) for _ in versions], np.int32)
         spans = tuple(VersionSpan(at, at + 1, version) for at, version in enumerate(versions))
         return Completion(token_ids=ids, logprobs=-ids.astype(np.float32), spans=spans, finish_reason="stop")
 
     def finish(self, number: int, text: str, calls: Sequence[str] = (), **fields: Any) -> Generation:
-        """`calls`: arguments of calls of the tool "calculator"."""
+        """Finish a generation; `calls` are the arguments of its calls of the tool "calculator"."""
         versions, finish = fields.pop("versions", (1, 1, 2)), fields.pop("finish", Finish.stop)
         names = self.transcript.names
         tool_calls = tuple(
@@ -83,7 +84,7 @@ class Conversations:
         return self.transcript.finish(number, self.completion(versions), message, finish)
 
     def ask(self, *messages: Message, text: str = "", whole: bool = True, **fields: Any) -> Generation:
-        """One answer from the request to its delivery. `text`: what it says; unique if not given."""
+        """Ask for one answer, up to its delivery. It has a text of its own unless one is set."""
         asked = {name: fields.pop(name) for name in list(fields) if name in ChatRequest.__dataclass_fields__}
         (one,) = self.begin(*messages, **asked)
         self.finish(one.number, text or f"answer {one.number}", **fields)
@@ -91,13 +92,13 @@ class Conversations:
 
 
 def said(one: Generation) -> Message:
-    """The answer, as a harness that keeps everything sends it back."""
+    """Return the answer, as a harness that keeps everything sends it back."""
     assert one.answer is not None
     return one.answer
 
 
 def anonymous(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """The messages with other ids of tool calls, and without signatures."""
+    """Return the messages with other ids of tool calls, and without signatures."""
     names: dict[str, str] = {}
 
     def other(name: str) -> str:
@@ -115,5 +116,5 @@ def anonymous(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def sampled(sequences: Iterable[Any]) -> list[int]:
-    """Token ids under the loss masks."""
+    """Return the token ids under the loss masks."""
     return [number for one in sequences for number in one.response_ids[one.loss_mask].tolist()]

@@ -11,27 +11,28 @@ from typing import Any
 
 import numpy as np
 
+from rollout.engines.virtual_clock import run_virtual
 from rollout.events.driver import Write
 from rollout.events.event import Stamped
 from rollout.events.kinds import FleetEvent, FleetEventKind
 from rollout.types import IntArray, TokenSequence, TrajectoryGroup, VersionSpan
-from scripts.bench.asynchrony.limits import Job
-from scripts.bench.asynchrony.simulated import run_job_here
 from scripts.bench.common import LogNormalLengths
-from scripts.bench.virtual_clock import run_virtual
+from scripts.bench.simulated_job import Job, run_job_here
 from tests.support.event_runs import Trained
 from tests.support.happenings import at, make_writer, write
 from tests.support.recordings import Screen
 from trainer.tokens import TrainedTokens, sampled_tokens
+from trainer.tracking.coverage import Coverage
 from trainer.tracking.events.kinds import RunEnded, RunStarted
 from trainer.tracking.recorder import RunRecorder
-from trainer.tracking.records import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
+from trainer.tracking.trajectories import TRAJECTORIES
 
 EPOCH = 1_764_000_000.0
 """Virtual clocks begin at 0, runs do not."""
 HOSTILE = "<script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">\u202e\u0000\ud800"
-"""What a prompt may have in it: markup, a change of direction, a control character, half of a surrogate pair."""
+"""A text as hostile as a prompt may be: markup, a change of direction, a control character, half of a surrogate
+pair."""
 JOB = Job(
     length_of=LogNormalLengths(mean=120, sigma=0.8, cap=600), num_steps=8, prompts_per_step=3, group_size=3, train_s=1.0
 )
@@ -51,9 +52,12 @@ class Recorded(Trained):
     def __init__(self, run_dir: Path, write: Write):
         super().__init__(write)
         tracker = Tracker([JsonlSink(run_dir / METRICS_FILE)])
-        self._recorder = RunRecorder(run_dir, tracker, Screen(), record_tokens=True)
+        coverage = Coverage(window=9, group_size=3)
+        self._recorder = RunRecorder(run_dir, tracker, Screen(), record_tokens=True, coverage=coverage)
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
+    def record_step(
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
+    ) -> None:
         super().record_step(global_steps, metrics, groups, advantages)
         if global_steps == BRANCHED:
             groups = [with_branches(groups[0]), *groups[1:]]
@@ -87,7 +91,7 @@ def with_branches(group: TrajectoryGroup) -> TrajectoryGroup:
 
 
 def made_of(groups: Sequence[TrajectoryGroup]) -> TrainedTokens:
-    """What a trainer near the rollouts makes of their tokens: every fifth clipped, every eleventh rejected."""
+    """Return what a trainer near the rollouts makes of their tokens: every fifth clipped, every eleventh rejected."""
     logprobs = sampled_tokens(groups, 0).rollout_logprobs
     places = np.arange(len(logprobs))
     return TrainedTokens(
@@ -138,7 +142,7 @@ class LiveRun:
         self._thread.start()
 
     def end(self) -> None:
-        """As Ctrl-C does. Raises what the run has raised."""
+        """End the run as Ctrl-C does. Raises what the run has raised."""
         if self._thread.is_alive() and self._task is not None and self._loop is not None:
             self._loop.call_soon_threadsafe(self._task.cancel)
             self._thread.join(60)

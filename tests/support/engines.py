@@ -1,7 +1,6 @@
 """A real vLLM engine in this process, requests for it, updates of it, and the truth its answers are held against."""
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -60,13 +59,15 @@ async def until(holds: Callable[[], bool]) -> None:
 @contextmanager
 def hosted(spec: EngineSpec) -> Iterator[EngineHost]:
     """An engine whose outputs of one step are taken in few at a time, as those of hundreds of requests are: then the
-    answer to a pause can overtake some of them."""
-    os.environ.update(engine_env(spec))
-    from rollout.engines.vllm.engine import VllmEngine
+    answer to a pause can overtake some of them. The process has the environment of an engine while that starts, and not
+    after: other tests compile."""
 
-    async def start() -> VllmEngine:
+    async def start() -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "2")
+            for name, value in (engine_env(spec) | {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "2"}).items():
+                patch.setenv(name, value)
+            from rollout.engines.vllm.engine import VllmEngine
+
             engine = VllmEngine(spec)
             engine._llm._run_output_handler()  # it reads that now
         return engine
@@ -88,7 +89,7 @@ def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).randrange(5, 250) for _ in range(length))
+    return tuple(random.Random(seed).choices(range(5, 250), k=length))
 
 
 async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from rollout.agents.encoding import encode
-from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.loop import Episode
 from rollout.agents.multi_turn import MultiTurn
 from rollout.prompts import Row
-from rollout.request_ids import RequestId
-from rollout.types import Prompt, SamplingParams
+from rollout.types import Prompt
 from tests.support.chat_models import chat_tokenizer
+from tests.support.episodes import make_task
 from tests.support.harnesses import Policy
 from tests.support.sequences import only
 
@@ -27,7 +27,7 @@ def prompt_of(
     ground_truth: str = "42",
     **extra: Any,
 ) -> Prompt:
-    """As an agent worker makes it. `extra`: other columns of the row."""
+    """Make a prompt as an agent worker does. `extra`: other columns of the row."""
     row = Row(question=question, ground_truth=ground_truth, extra=extra)
     (prompt,) = encode(TOKENIZER, [row], "{question}", chat, 9999, loop.prompt_tools)
     return replace(prompt, ordinal=ordinal)
@@ -45,13 +45,7 @@ async def episode_of(
         heard, read = text[read:], len(text)
         return say(heard) if callable(say) else say[request.request_id.turn]
 
-    task = EpisodeTask(
-        request_id=RequestId(ordinal=prompt.ordinal),
-        prompt=prompt,
-        index=0,
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
-    return await loop.run_episode(task, Policy(line).generate)
+    return await loop.run_episode(make_task(0, prompt, max_tokens=max_tokens), Policy(line).generate)
 
 
 def play(loop: MultiTurn, say: Sequence[str] | Callable[[str], str], **more: Any) -> Episode:
@@ -67,29 +61,29 @@ def play_row(
     max_tokens: int = 500,
     **row: Any,
 ) -> Episode:
-    """An episode of a row. The chat template is applied if the loop has a chat."""
+    """Play an episode of a row. The chat template is applied if the loop has a chat."""
     has_chat = loop.chat is not None
     prompt = prompt_of(loop, chat=has_chat, question=question, ground_truth=ground_truth, **row)
     return play(loop, lines, prompt=prompt, max_tokens=max_tokens)
 
 
 def told(episode: Episode) -> str:
-    """What the policy did not sample of its only response."""
+    """Return what the policy did not sample of its only response."""
     sequence = only(episode)
     return TOKENIZER.decode(sequence.response_ids[~sequence.loss_mask])
 
 
 def error_of(episode: Episode) -> str:
-    """Why there is no reward. Raises AssertionError where there is one."""
+    """Return why there is no reward. Raises AssertionError where there is one."""
     assert episode.result is not None and episode.result.error is not None
     return episode.result.error
 
 
 def heard(episode: Episode) -> str:
-    """The response, with what the environment said."""
+    """Return the response, with what the environment said."""
     return TOKENIZER.decode(only(episode).response_ids.tolist())
 
 
 def call(name: str, /, **arguments: Any) -> str:
-    """A turn that calls a tool."""
+    """Write a turn that calls a tool."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -1,9 +1,32 @@
 """Episodes side by side, as an agent worker runs those of a group."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop
+from rollout.progress import PartialCompletion
+from rollout.request_ids import RequestId
+from rollout.types import Prompt, SamplingParams
+from tests.support.fakes import make_prompt
+
+
+def make_task(
+    index: int = 0,
+    prompt: Prompt | None = None,
+    recorded: Mapping[int, PartialCompletion] | None = None,
+    max_tokens: int = 40,
+    **sampling: Any,
+) -> EpisodeTask:
+    """Make the task of an episode of prompt 17, or of another prompt."""
+    prompt = prompt or make_prompt(17)
+    return EpisodeTask(
+        request_id=RequestId(ordinal=prompt.ordinal, episode=index),
+        prompt=prompt,
+        index=index,
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        recorded=recorded or {},
+    )
 
 
 async def episodes_of(loop: AgentLoop, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:

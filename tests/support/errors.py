@@ -5,7 +5,7 @@ import re
 from collections.abc import Awaitable, Callable
 from functools import cache
 
-from configs.runtime.carried import CarriedError
+from rollout.actors.packed import CarriedError
 from rollout.engines.base import EngineDiedError
 from rollout.errors import FleetPauseError
 from tests.support.paths import ROOT

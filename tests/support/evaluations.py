@@ -24,7 +24,7 @@ class FakeEvaluationRunner:
         self._errors = errors or {}
 
     async def evaluate(
-        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, *, attempt: int
+        self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int
     ) -> list[EvaluatedPrompt]:
         self.asked.append((replica, [prompt.ordinal for prompt in prompts]))
         self.attempts.append(attempt)
@@ -63,7 +63,7 @@ def make_evaluator(
     return Evaluator(
         prompts=prompts,
         router=router or make_router(),
-        runner=runner,
+        ask=runner.evaluate,
         sampling=GREEDY,
         num_samples=num_samples,
         timeout_s=timeout_s,

@@ -1,17 +1,16 @@
 """Simulated runs with events: the real scheduler on a virtual clock."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.engines.virtual_clock import run_virtual
 from rollout.events.event import Stamped
-from scripts.bench.asynchrony.limits import Job
-from scripts.bench.asynchrony.outcome import Outcome
-from scripts.bench.asynchrony.simulated import run_job_here
 from scripts.bench.common import LogNormalLengths
-from scripts.bench.stand_ins import Nothing
-from scripts.bench.virtual_clock import run_virtual
+from scripts.bench.simulated_job import Job, Outcome, run_job_here
+from scripts.observe.view import RunView
+from scripts.simulate.stand_ins import Nothing
 from trainer.tracking.events.kinds import StepRecorded
 
 JOB = Job(
@@ -27,7 +26,9 @@ class Trained(Nothing):
 
     steps: list[list[tuple[int, bytes, Any]]] = field(default_factory=list)
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
+    def record_step(
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
+    ) -> None:
         rows = [
             (group.prompt.ordinal, sequence.token_ids.tobytes(), sequence.spans)
             for group in groups
@@ -47,3 +48,11 @@ def simulated(job: Job = JOB, *, tells: bool = True) -> tuple[list[Stamped], Tra
     trained = Trained(write)
     outcome = run_virtual(run_job_here(job, 2, write=write, recorder=trained))
     return stamped, trained, outcome
+
+
+def view_of(events: Iterable[Stamped]) -> RunView:
+    """Return the view of a run that all of these events make."""
+    view = RunView()
+    for stamped in events:
+        view.add(stamped)
+    return view

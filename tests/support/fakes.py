@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from configs.schema import Staging, WeightSyncConfig
+from rollout.engines.simulated import SimulatedEngine, simulated_manifest
+from rollout.engines.virtual_clock import run_virtual as run_virtual
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import (
@@ -23,8 +25,6 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
-from scripts.bench.simulated_engine import SimulatedEngine, simulated_manifest
-from scripts.bench.virtual_clock import run_virtual as run_virtual
 from weight_sync.protocol import Manifest, PublishOrder, WeightTag
 
 AsyncTest = Callable[..., Awaitable[None]]
@@ -32,11 +32,12 @@ Given = Callable[[], AbstractAsyncContextManager[tuple[Any, ...]]]
 
 
 def as_test(num_given: int, given: Given, test: AsyncTest) -> Callable[..., None]:
-    """A test, on the virtual clock, whose first parameters are what `given` gives. The others are pytest's."""
+    """Return a test, on the virtual clock, whose first parameters are the first of what `given` gives. The others are
+    pytest's."""
 
     async def main(params: dict[str, Any]) -> None:
         async with given() as arguments:
-            await test(*arguments, **params)
+            await test(*arguments[:num_given], **params)
 
     @wraps(test)
     def run(**params: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small random models of the families of causal LMs that transformers ships."""
+"""Small random models of the families of causal language models that transformers ships."""
 
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {**WINDOW, "logit_scale": 0.25},
     "deepseek_v3": {
         **LLAMA,
-        **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
-        **{"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
     },
     "exaone4": WINDOW,
     "falcon": {"num_kv_heads": 2, "attention_dropout": 0.1, "hidden_dropout": 0.1},
@@ -49,6 +58,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {**WINDOW, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "attention_dropout": 0.1},
     "gemma3_text": WINDOW,
     "glm4": LLAMA,
+    "glm4_moe": {
+        **LLAMA,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+    },
     "gpt2": GPT,
     "gpt_bigcode": GPT,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "max_position_embeddings": 512, "intermediate_size": 48},
@@ -88,21 +107,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {**WINDOW, "residual_dropout": 0.1},
     "zamba2": {
         **LLAMA,
-        **{"num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2, "num_mem_blocks": 1},
-        **{"mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_d_state": 8},
-        **{"attention_hidden_size": 64, "attention_head_dim": 16},
+        "num_hidden_layers": 6,
+        "layers_block_type": ["mamba", "mamba", "hybrid"] * 2,
+        "num_mem_blocks": 1,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
     },
 }
 BY_PLACE_IN_ROW = {"bloom", "gpt_neo", "mpt"}
-"""Attention knows places in the row only. For Bloom, it is the same wherever a sequence begins."""
+"""The families whose attention knows positions by the place in the row, and not in the sequence.
+
+For Bloom this makes no difference, wherever a sequence begins."""
 RECURRENT = {"falcon_h1", "jamba", "lfm2", "mamba", "qwen3_next", "recurrent_gemma"}
-"""The state runs through the row, from one response into the next."""
+"""The families whose state runs through the row, from one response into the next."""
 SHARES_PARAMETERS = "zamba2"
-"""It has some layers several times."""
+"""The family that has some of its layers several times."""
 
 
 def random_model(family: str, **changes: Any) -> Any:
-    """A model of `family` (a `model_type` of transformers) with about 50,000 random parameters, in evaluation mode."""
+    """Make a model of `family`, a `model_type` of transformers, with about 50,000 random parameters, for evaluation."""
     from transformers import AutoConfig
 
     torch.manual_seed(0)
@@ -111,7 +138,7 @@ def random_model(family: str, **changes: Any) -> Any:
 
 
 def loaded(path: Path) -> Any:
-    """The model of a folder, whole, as a train worker reads its rows."""
+    """Load the whole model of a folder as a train worker reads its rows."""
     causal_lm, weights = open_causal_lm(str(path))
     allocate(causal_lm, torch.device("cpu"))
     weights.read_into(causal_lm)

@@ -11,11 +11,9 @@ import pytest
 from configs.schema import WeightSyncConfig
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.health import FleetMonitor, HealthMonitor
 from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
-from rollout.router import ReplicaRouter
 from tests.support.fakes import AsyncTest, ClockedEngine, as_test, make_replica, now, settle, start_group, update
 from tests.support.updates import FakeSource
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -30,16 +28,16 @@ class FleetSetup:
     def __init__(self, num_replicas: int, min_replicas: int):
         names = "abc"[:num_replicas]
         self.told: list[str] = []
-        self.router = ReplicaRouter(list(names), max_inflight=8)
         self.engines = {name: ClockedEngine() for name in names}
         self.replicas = {name: make_replica(name, engine) for name, engine in self.engines.items()}
         self.fleet = ReplicaFleet(
             list(self.replicas.values()),
-            self.router,
+            8,
             min_replicas,
             lambda event: self.told.append(event.text),
             serving=0,
         )
+        self.router = self.fleet.router
         self.control = FleetControl(self.fleet)
 
     def start(self, *lengths: int, prefix: str = "") -> dict[str, asyncio.Task[Any]]:
@@ -75,23 +73,21 @@ class OperatedFleet:
         self.events: list[str] = []
         self.failures: list[Exception] = []
         self.replicas = {name: self.make(name) for name in ("replica-0", "replica-1")}
-        self.router = ReplicaRouter(list(self.replicas), 8)
         self.fleet = ReplicaFleet(
             list(self.replicas.values()),
-            self.router,
+            8,
             min_replicas,
             lambda event: self.told.append(event.text),
             max_replacements=max_replacements,
         )
+        self.router = self.fleet.router
         self.control = FleetControl(self.fleet)
         self.source = FakeSource("trainer", self.events)
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig())
-        health = HealthMonitor(60.0, None)
-        self.monitor = FleetMonitor(self.fleet, health, 1.0)
+        self.monitor = FleetMonitor(self.fleet, HealthMonitor(60.0, None), 1.0)
         self.operator = FleetOperator(
             fleet=self.fleet,
             control=self.control,
-            health=health,
             start=self.start,
             catch_up=self.catch_up,
             drain_timeout_s=DRAIN_S,
@@ -117,7 +113,7 @@ class OperatedFleet:
         await self.manager.catch_up(names)
 
     def states(self) -> dict[str, str]:
-        return {name: life.state.value for name, life in self.fleet.lives.items()}
+        return {name: replica.state.value for name, replica in self.fleet.replicas.items()}
 
 
 def operated(*, fails: bool = False, **options: int) -> Callable[[AsyncTest], Callable[..., None]]:

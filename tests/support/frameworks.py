@@ -23,10 +23,10 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModelSetti
 from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from rollout.agents.solver import TOOLBOX
+from rollout.chat.messages import ToolCall
+from rollout.environments.solver import TOOLBOX
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import HarnessTask
-from rollout.sessions.messages import ToolCall
 
 AgentFunction = Callable[[HarnessTask, AsyncOpenAI], Awaitable[float]]
 APIS = ("chat", "responses", "kept")
@@ -183,7 +183,7 @@ async def openai_streamed(prompt: str, client: AsyncOpenAI) -> tuple[str, int, i
 
 
 async def pydantic_streamed(prompt: str, client: AsyncOpenAI) -> tuple[str, int, int]:
-    """As `openai_streamed`, over chat completions."""
+    """Return the same as `openai_streamed`, over chat completions."""
 
     async def invoke(**arguments: Any) -> str:
         return await TOOLBOX.call(ToolCall(call_id="", name=SPEC.name, arguments=json.dumps(arguments)))

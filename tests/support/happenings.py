@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollout.events.event import Event, Stamped
-from rollout.events.kinds import GroupClaimed, OfEpisode, TurnEnded, TurnStarted
+from rollout.events.kinds import GroupClaimed, TurnEnded, TurnStarted
 from trainer.tracking.events.kinds import StepRecorded
+from trainer.tracking.events.lines import event_files, from_line
 from trainer.tracking.events.writer import EventWriter
 from trainer.tracking.sinks import FailedWrites
 
@@ -44,6 +45,6 @@ def write(run_dir: Path, stamped: Sequence[Stamped], max_mb: int = 2048) -> Even
     return writer
 
 
-def of_episode(event: Event) -> OfEpisode:
-    assert isinstance(event, OfEpisode)
-    return event
+def read_events(run_dir: Path) -> list[Stamped]:
+    """Return all events of a folder whose writer has ended."""
+    return [from_line(line) for _, path in event_files(run_dir) for line in path.read_bytes().splitlines()]

@@ -12,11 +12,11 @@ import openai
 from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode, EpisodeTask
-from rollout.request_ids import RequestId
 from rollout.sessions.harness import Connection, Harness, HarnessTask
 from rollout.sessions.harness_loop import HarnessLoop, make_host
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from rollout.types import Completion, GenerationRequest, Prompt, VersionSpan
 from tests.support.chat_models import chat_tokenizer
+from tests.support.episodes import make_task
 
 FAMILY = "qwen2.5"
 SAY = Callable[[str, GenerationRequest], str]
@@ -29,7 +29,7 @@ class Policy:
         self.tokenizer: Any = chat_tokenizer(FAMILY)
         self.events: list[str] = []
         self.sampled: dict[int, Completion] = {}
-        """By the turn of the request."""
+        """The completions, by the turn of the request."""
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.version = 0
         self.may_answer = asyncio.Event()
@@ -93,12 +93,7 @@ class ClientHarness:
 
 def episode_task(index: int = 0, max_tokens: int = 1000) -> EpisodeTask:
     prompt = Prompt(ordinal=7, text="What is 6 times 7?", token_ids=(1, 2), ground_truth="42")
-    return EpisodeTask(
-        request_id=RequestId(ordinal=7, episode=index),
-        prompt=prompt,
-        index=index,
-        sampling=SamplingParams(max_tokens=max_tokens),
-    )
+    return make_task(index, prompt, max_tokens=max_tokens)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from configs.schema import WeightSyncConfig
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.control import control_app
-from rollout.replica.app import ReplicaControl
+from rollout.http.replica_app import ReplicaControl
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from rollout.types import Completion
@@ -32,7 +32,7 @@ async def client_of(app: ASGIApp) -> AsyncIterator[httpx.AsyncClient]:
 async def replica_client(engine: ClockedEngine) -> AsyncIterator[tuple[RolloutReplica, httpx.AsyncClient]]:
     replica = make_replica(engine)
     await replica.tag_loaded(3)
-    async with client_of(control_app(ReplicaControl(replica), with_engine_metrics=False)) as client:
+    async with client_of(control_app(ReplicaControl(replica))) as client:
         yield replica, client
 
 
@@ -41,12 +41,11 @@ async def fleet_client(
     *engines: ClockedEngine,
 ) -> AsyncIterator[tuple[list[RolloutReplica], httpx.AsyncClient, ReplicaRouter]]:
     replicas = [make_replica(engine, f"r{index}") for index, engine in enumerate(engines)]
-    router = ReplicaRouter([replica.name for replica in replicas], 99)
-    fleet = ReplicaFleet(replicas, router, min_replicas=1, report=lambda _: None, serving=3)
+    fleet = ReplicaFleet(replicas, 99, min_replicas=1, report=lambda _: None, serving=3)
     for replica in replicas:
         await replica.tag_loaded(3)
-    async with client_of(control_app(FleetControl(fleet), with_engine_metrics=False)) as client:
-        yield replicas, client, router
+    async with client_of(control_app(FleetControl(fleet))) as client:
+        yield replicas, client, fleet.router
 
 
 def generating(replica: RolloutReplica, name: str, num_tokens: int) -> asyncio.Task[list[Completion]]:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from rollout.events.event import Event, OfStep, Stamped
-from scripts.bench.common import LogNormalLengths, peak_host_bytes, show_table
-from scripts.dashboard.answers import PULSE_KEYS, Answers
+from scripts.bench.common import LogNormalLengths, peak_host_bytes
+from scripts.dashboard.pulse import PULSE_KEYS
+from scripts.dashboard.routes import Routes
+from scripts.observe.events import EventReader
+from scripts.observe.tables import show_table
 from tests.support.browser import opened_browser
 from tests.support.dashboards import JOB, simulated_run
 from tests.support.happenings import write
 from tests.support.page import first_paint, served
-from trainer.tracking.events.reader import EventReader
-from trainer.tracking.records import TRAJECTORIES
 from trainer.tracking.sinks import METRICS_FILE
+from trainer.tracking.trajectories import TRAJECTORIES
 
 
 def main(words: Sequence[str]) -> None:
@@ -108,25 +110,29 @@ def of(event: Event, step: int) -> Any:
 
 def measured(run_dir: Path, step: int) -> list[list[str]]:
     """Name, milliseconds of the first answer, and of the second, by the wall and of this process."""
-    answers = Answers([run_dir])
-    name = next(iter(answers.folders()))
-    of_step = answers.steps_of(name).index(step).entries[0].row
-    asked: dict[str, Callable[[], Any]] = {
-        "metrics": lambda: answers.metrics(name, PULSE_KEYS),
-        "advice": lambda: answers.advice(name),
-        "staleness of a step": lambda: answers.staleness(name, step - 1),
-        "groups of a step": lambda: answers.groups(name, step - 2),
-        "a trajectory": lambda: answers.trajectory(name, step, of_step.ordinal, of_step.index),
-        "events, passed over": lambda: passed_over(answers, name),
-        "timeline of 3 steps": lambda: answers.timeline(name, step - 2, step),
-        "batch of a step": lambda: answers.anatomy(name, step - 4),
-        "fleet": lambda: answers.fleet(name),
+    routes = Routes([run_dir])
+    name = next(iter(routes.folders()))
+    of_step = routes.open(name).index(step).entries[0].row
+
+    def ask(route: str, **query: Any) -> Callable[[], Any]:
+        return lambda: routes.answer(route, name, **query)
+
+    questions: dict[str, Callable[[], Any]] = {
+        "metrics": ask("metrics", keys=PULSE_KEYS),
+        "advice": ask("advice"),
+        "staleness of a step": ask("staleness", step=step - 1),
+        "groups of a step": ask("groups", step=step - 2),
+        "a trajectory": ask("trajectory", step=step, ordinal=of_step.ordinal, index=of_step.index),
+        "events, passed over": lambda: pass_over(routes, name),
+        "timeline of 3 steps": ask("timeline", first=step - 2, last=step),
+        "batch of a step": ask("anatomy", step=step - 4),
+        "fleet": ask("fleet"),
     }
-    return [[what, *milliseconds(ask), *milliseconds(ask)] for what, ask in asked.items()]
+    return [[what, *milliseconds(question), *milliseconds(question)] for what, question in questions.items()]
 
 
-def passed_over(answers: Answers, name: str) -> None:
-    while answers.steps(name)["events_seen"] < 1:
+def pass_over(routes: Routes, name: str) -> None:
+    while routes.answer("steps", name)["events_seen"] < 1:
         pass
 
 

@@ -17,7 +17,7 @@ from configs.schema import Config
 from scripts.bench.common import peak_host_bytes
 from tests.support.worker_runs import Inbox, free_master
 from trainer.worker import worker as worker_module
-from trainer.worker.rows import local, rows_of
+from trainer.worker.loading import local, local_rows
 from trainer.worker.worker import TrainWorker
 
 
@@ -30,10 +30,10 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has of its models."""
+    """The models of one rank."""
 
     rows: dict[str, tuple[slice, torch.Tensor]]
-    """Of every parameter, by its name in the policy, the reference or the critic."""
+    """The rows of every parameter, by its name in the policy, the reference or the critic."""
     buffers: dict[str, torch.Tensor]
     base: int | None
     peak_bytes: int
@@ -41,7 +41,8 @@ class Held:
 
 
 def load_on_ranks(jobs: Sequence[LoadJob], num_processes: int, folder: Path, timeout_s: float) -> list[list[Held]]:
-    """By job, then by rank. A job for fewer ranks than there are processes is done several times."""
+    """Load every job, and return the outcomes by job, then by rank. A job for fewer ranks than there are processes
+    is done several times."""
     masters = [[free_master() for _ in range(num_processes // job.num_ranks)] for job in jobs]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # what takes seconds is imported once
@@ -84,7 +85,7 @@ def hold(job: LoadJob, rank: int, master: str) -> Held:
     modules = {"policy": worker._policy, "reference": worker._reference, "critic": critic}
     parameters = {f"{part}.{name}": p for part, m in modules.items() if m for name, p in m.named_parameters()}
     buffers = {f"{part}.{name}": b for part, m in modules.items() if m for name, b in m.named_buffers()}
-    rows = {name: (rows_of(p), local(p).clone()) for name, p in parameters.items()}
+    rows = {name: (local_rows(p), local(p).clone()) for name, p in parameters.items()}
     base = None if worker._adapter is None else worker._adapter.base
     dist.barrier()  # rank 0 holds the store: it must not go first
     dist.destroy_process_group()

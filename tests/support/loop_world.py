@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,14 +10,18 @@ import numpy as np
 
 from configs.data import SftConfig
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig, WeightSyncConfig
-from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
+from rollout.types import FloatArray, TrainBatch, TrajectoryGroup, VersionSpan
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import with_sequence
 from trainer.batch import StepBatch, StepResult
 from trainer.loop import TrainLoop
 from trainer.metrics import Last, Max, Mean, Metric, Sum
+from trainer.old_logprobs import MixedBatch, OldLogprobs
+from trainer.ports import ReplicaCheck
 from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.tokens import TrainedTokens
+from trainer.tracking.proof import Evidence
+from weight_sync.protocol import ReplicaUpdate, WeightTag
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Held:
 
 
 class Report:
-    replicas = ()
+    replicas = (ReplicaUpdate(name="replica-0", tag=WeightTag(1, 77), stage_s=0.0, pause_s=0.012, swap_s=0.0),)
     failures = 0
 
     def gauges(self) -> dict[str, float]:
@@ -47,24 +51,38 @@ class World:
     scored: list[StepBatch] = field(default_factory=list)
     records: dict[int, dict[str, float]] = field(default_factory=dict)
     recorded_tokens: dict[int, TrainedTokens | None] = field(default_factory=dict)
+    evidence: dict[int, Evidence] = field(default_factory=dict)
     recorded_advantages: list[list[list[float]]] = field(default_factory=list)
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
     update_ends_after: dict[int, str] = field(default_factory=dict)
-    """By version, the event that its update waits for, once it is published."""
+    """The event, by version, that its update waits for once it is published."""
     batch_waits_for_record: bool = False
+    ready: tuple[TrajectoryGroup, ...] = ()
+    """The groups that are there while a batch is waited for."""
+    ready_before: dict[int, str] = field(default_factory=dict)
+    """The event, by step, for which the groups wait before they are a batch."""
+    scored_tokens: list[int] = field(default_factory=list)
+    """The number of targets of each call of `old_logprobs`."""
     live: int = 0
     evaluation_ends_after: str = ""
     """The event that an evaluation waits for."""
     broken_steps: tuple[int, ...] = ()
     """In which the workers find NaN or infinity."""
     broken_rollouts: tuple[int, ...] = ()
-    """Whose batch has a rollout logprob of -inf: of the second prompt's third trajectory."""
+    """The steps whose batch has a rollout logprob of -inf: of the second prompt's third trajectory."""
     skipped_steps: int = 0
+    ends_at: str = ""
+    """The event at which a scheduler's warning comes."""
+    end_early: Callable[[], None] = lambda: None
+    lag: int = 2
+    """The steps between the weights that sampled a batch and those that it trains."""
 
     async def happen(self, event: str) -> None:
         self.events.append(event)
+        if event == self.ends_at:
+            self.end_early()
         await asyncio.sleep(0)
         if event == self.fails:
             raise RuntimeError(f"{event} broke")
@@ -72,16 +90,26 @@ class World:
     async def next_batch(self, global_steps: int) -> TrainBatch:
         while self.batch_waits_for_record and global_steps and f"record {global_steps}" not in self.events:
             await asyncio.sleep(0)
+        groups = self._groups(global_steps)
+        if global_steps in self.ready_before:
+            self.ready = groups
+            async with asyncio.timeout(10):
+                while self.ready_before[global_steps] not in self.events:
+                    await asyncio.sleep(0)
+        self.ready = ()
         await self.happen(f"next_batch {global_steps}")
+        return TrainBatch(groups=groups, masked_tokens=3)
+
+    def _groups(self, global_steps: int) -> tuple[TrajectoryGroup, ...]:
+        spans = (VersionSpan(0, 3, max(0, global_steps - self.lag)),)
         trajectories = [
-            make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason)
+            make_trajectory([5, 6], [7, 8, 9], reward=float(i == 0), finish_reason=reason, spans=spans)
             for i, reason in enumerate(self.finish_reasons)
         ]
         others = list(trajectories)
         if global_steps in self.broken_rollouts:
             others[2] = with_sequence(others[2], rollout_logprobs=np.array([0, -np.inf, 0], np.float32))
-        groups = make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)
-        return TrainBatch(groups=groups, masked_tokens=3)
+        return make_group(2 * global_steps, trajectories), make_group(2 * global_steps + 1, others)
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """The KL of every trajectory's first token is its place in the step, at later tokens it is 0."""
@@ -90,6 +118,15 @@ class World:
         kl = np.zeros(batch.num_tokens, np.float32)
         kl[::3] = np.arange(len(kl) // 3)
         return {"reference_logprobs": -np.arange(batch.num_tokens, dtype=np.float32), "kl": kl}
+
+    async def old_logprobs(self, batch: MixedBatch) -> OldLogprobs:
+        """Those of the first row's first target are not known; others are minus their version."""
+        assert self.publishing.locked(), "the weights change meanwhile"
+        self.events.append("old_logprobs")
+        self.scored_tokens.append(sum(len(row.batch.index) for mine in batch.rows for row in mine))
+        outputs = [[-row.owners[row.batch.sources].astype(np.float32) for row in mine] for mine in batch.rows]
+        outputs[0][0][0] = np.nan
+        return batch.gather(outputs)
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         assert self.publishing.locked(), "the weights may be read meanwhile"
@@ -107,7 +144,8 @@ class World:
             "actor/skipped_steps": Last(float(is_broken)),
         }
         logprobs = np.full(batch.num_tokens, -global_steps, np.float32)
-        return StepResult(metrics, replace(TrainedTokens.none(batch.num_tokens), logprobs=logprobs))
+        tokens = replace(TrainedTokens.none(batch.num_tokens), logprobs=logprobs)
+        return StepResult(metrics, tokens, weights=f"after {global_steps + 1}")
 
     async def update_weights(self, global_steps: int, published: asyncio.Event) -> Report:
         assert not self.updating.locked(), "one update at a time"
@@ -138,7 +176,9 @@ class World:
         groups: Sequence[TrajectoryGroup],
         advantages: Sequence[FloatArray],
         tokens: TrainedTokens | None,
+        evidence: Evidence,
     ) -> None:
+        self.evidence[global_steps] = evidence
         self.events.append(f"record {global_steps}")
         assert [group.prompt.ordinal for group in groups] == [2 * global_steps - 2, 2 * global_steps - 1]
         self.records[global_steps] = metrics
@@ -198,6 +238,7 @@ def run(  # noqa: PLR0913
     mini_batches: int = 1,
     epochs: int = 1,
     demonstrations: DemonstrationStream | None = None,
+    replica_check: ReplicaCheck | None = None,
 ) -> World:
     config = Config(
         algorithm=algorithm or AlgorithmConfig(),
@@ -219,12 +260,14 @@ def run(  # noqa: PLR0913
         buffer=world,
         workers=world,
         manager=world,
-        held_out=world,
-        fleet=Fleet(world.publishing),
+        evaluate=world.evaluate,
+        fleet_gauges=Fleet(world.publishing).gauges,
         recorder=world,
         checkpointer=world,
         demonstrations=demonstrations,
+        replica_check=replica_check,
     )
+    world.end_early = loop.end_early
     try:
         asyncio.run(loop.run(first_step, is_evaluated=is_evaluated))
     except ExceptionGroup as group:

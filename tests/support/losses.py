@@ -1,12 +1,15 @@
 """Loss tokens from plain numbers, in float64."""
 
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
-from trainer.losses.policy import LossTokens, PolicyLoss
+from trainer.losses.policy import LossTokens, PolicyLoss, ppo_clip
 
 
 def float64(values: Sequence[float] | Tensor) -> Tensor:
@@ -53,3 +56,10 @@ def evaluate(
     losses.sum().backward()
     assert logprobs.grad is not None
     return losses.tolist(), logprobs.grad.tolist(), is_clipped.tolist()
+
+
+def slow_while_a_file_exists(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Takes ten seconds as long as the file $SLOW_LOSS is there, so that a test decides when a trainer is slow."""
+    if Path(os.environ["SLOW_LOSS"]).exists():
+        time.sleep(10)
+    return ppo_clip(tokens, algorithm)

@@ -9,13 +9,25 @@ from pathlib import Path
 from tests.support.browser import Tab
 from tests.support.paths import ROOT
 
-SCREENS = ("pulse", "timeline", "anatomy", "groups", "trajectory", "fleet", "files", "compare")
+SCREENS = (
+    "pulse",
+    "timeline",
+    "anatomy",
+    "groups",
+    "trajectory",
+    "fleet",
+    "files",
+    "compare",
+    "metrics",
+    "evaluations",
+    "runs",
+)
 
 
 @contextmanager
 def served(runs: Sequence[Path]) -> Iterator[str]:
     """The address of the page of these runs."""
-    command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs)]
+    command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs), "port=0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -32,7 +44,7 @@ def show(tab: Tab, address: str, screen: str) -> str:
 
 
 def wait_for(tab: Tab, screen: str) -> None:
-    """Until the whole of it is shown."""
+    """Wait until the whole of it is shown."""
     name = screen.partition("?")[0]
     tab.wait(f"document.body.dataset.screen === '{name}' && document.getElementById('main').ariaBusy === 'false'")
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from configs.schema import Config, TrainerConfig
 from configs.trainer import GradientCheckpointing
 from scripts.bench.common import peak_host_bytes
-from scripts.bench.gpu.trainer_step import full_batch
+from scripts.bench.gpu_parts import full_batch
 from tests.support.worker_runs import Inbox, free_master
 from trainer.worker.worker import TrainWorker
 
@@ -31,8 +31,9 @@ def trainer_config(keys: dict[str, Any]) -> TrainerConfig:
 
 
 def peak_bytes(folder: Path, models: tuple[Path, Path], keys: dict[str, Any], timeout_s: float) -> int:
-    """Of rank 0, over what the process had before: of the second of `models`, in rows of 256 tokens that fill a
-    micro-batch, two of which make a step. The first model is small, and loads what there is to import."""
+    """Return the peak of rank 0, over what the process had before, with the second of `models`, in rows of 256
+    tokens that fill a micro-batch, two of which make a step. The first model is small, and loads what there is to
+    import."""
     job = folder / "job.json"
     masters = [free_master(), free_master()]
     job.write_text(json.dumps({"models": list(map(str, models)), "keys": keys, "masters": masters}))

@@ -8,11 +8,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from rollout.events.event import Stamped
-from scripts.bench.stand_ins import Nothing
-from scripts.predict.profile import Profile
-from scripts.predict.quantiles import Quantiles
-from scripts.predict.setup import KEYS, Setup
-from scripts.predict.simulate import Prediction, simulate
+from scripts.simulate.profile import Profile
+from scripts.simulate.quantiles import Quantiles
+from scripts.simulate.setup import KEYS, Setup
+from scripts.simulate.simulate import Prediction, simulate
+from scripts.simulate.stand_ins import Nothing
 from tests.support.happenings import write
 
 PROFILE = Profile(
@@ -44,7 +44,9 @@ class Recorded(Nothing):
 
     steps: list[dict[str, Any]] = field(default_factory=list)
 
-    def record_step(self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None) -> None:
+    def record_step(
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
+    ) -> None:
         self.steps.append({"step": global_steps, **metrics})
 
 
@@ -55,7 +57,8 @@ def simulated_run(run_dir: Path, profile: Profile, setup: Setup = SETUP) -> Pred
     recorded = Recorded()
     done = simulate(profile, setup, whole=True, write=stamped.extend, recorder=recorded)
     write(run_dir, stamped)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in recorded.steps))
+    steps = [step | {"rollout/zero_variance_groups": 0.0} for step in recorded.steps]  # simulated rewards are equal
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     config: dict[str, Any] = {"evaluation": {"samples": 1}}
     for name, value in asdict(setup).items():
         section, _, key = KEYS[name].partition(".")

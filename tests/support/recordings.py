@@ -1,4 +1,4 @@
-"""What a recorder is given, by hand: groups of two steps, an evaluation, a console that writes down what it shows."""
+"""Inputs of a recorder, by hand: groups of two steps, an evaluation, a console that writes down what it shows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,12 +1,14 @@
 """RecoveringWorkers around a fake group whose weights are the list of what they were trained on."""
 
 import asyncio
-from collections.abc import Coroutine
+import functools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
+from tests.support.checkpoints import write_state
 from trainer.batch import StepResult
 from trainer.checkpoint.store import Checkpoint, CheckpointStore
 from trainer.metrics import Last
@@ -21,9 +23,12 @@ class Group:
     errors: dict[str, Exception] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
+    spares_after: list[int] = field(default_factory=list)
+    """The number of events before each call that asks for spare processes."""
     lost: str | None = None
+    start_s: dict[str, float] = field(default_factory=dict)
     gate: asyncio.Event | None = None
-    """Where there is one, starting again waits for it."""
+    """The event that starting again waits for, if there is one."""
 
     def _happen(self, event: str) -> None:
         self.events.append(event)
@@ -39,6 +44,9 @@ class Group:
         return 0
 
     def kill(self) -> None: ...
+
+    def keep_spares(self) -> None:
+        self.spares_after.append(len(self.events))
 
     async def score(self, batch: Any) -> Any:
         self._happen(f"score {batch}")
@@ -60,8 +68,7 @@ class Group:
 
     async def stage_checkpoint(self, folder: Path) -> None:
         self._happen("stage")
-        folder.mkdir(exist_ok=True)
-        (folder / "weights").write_text(" ".join(self.weights))
+        write_state(folder, {"weights": " ".join(self.weights).encode()})
 
     async def finish_checkpoint(self) -> None:
         self._happen("finish")
@@ -70,18 +77,25 @@ class Group:
         return {}
 
     async def load_checkpoint(self, checkpoint: Path) -> None:
+        self._happen(f"load {checkpoint.parent.name}")
         self.weights = (checkpoint / "weights").read_text().split()
+
+    async def copy_state(self) -> list[Any]:
+        self._happen("copy")
+        return list(self.weights)
+
+    async def load_copies(self, copies: list[Any]) -> None:
+        self._happen("load copies")
+        self.weights = list(copies)
 
     async def find_lost(self) -> str | None:
         return self.lost
 
-    async def start_again(self, checkpoint: Path | None) -> None:
+    async def start_again(self) -> None:
         if self.gate is not None:
             await self.gate.wait()
         self.lost, self.weights = None, []
-        if checkpoint is not None:
-            await self.load_checkpoint(checkpoint)
-        self._happen("start" if checkpoint is None else f"start from {checkpoint.parent.name}")
+        self._happen("start")
 
 
 @dataclass
@@ -110,9 +124,11 @@ class Scene:
         return checkpoint
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    async def within_deadline() -> None:
-        async with asyncio.timeout(10):
-            await scenario
+def within_deadline(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a coroutine a test on the real clock that ends within ten seconds."""
 
-    asyncio.run(within_deadline())
+    @functools.wraps(test)
+    def run(**parameters: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**parameters), 10))
+
+    return run

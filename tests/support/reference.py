@@ -1,4 +1,4 @@
-"""What the trainer should compute, written again the slow way: float64, one sequence at a time, nothing packed.
+"""The trainer's computations, written again the slow way: float64, one sequence at a time, nothing packed.
 
 The loss is stated as cases of the advantage's sign, not as the maximum of two surrogates, so that the two
 implementations share no formula. Groups to feed both come from `random_groups` and `branched_groups`.
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from configs.algorithm import AlgorithmConfig, Proximal
 from configs.schema import Config
+from configs.trainer import ADAM_BETAS
 from rollout.types import BoolArray, FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
+from trainer.learning_rate import num_warmup_steps
 
 VOCAB_SIZE = 64
 
@@ -121,12 +123,12 @@ def _rewarded(sequences: tuple[TokenSequence, ...], ordinal: int, index: int, nu
 
 
 def loss_mask_of(trajectory: Trajectory) -> Tensor:
-    """bool [R], over the responses of all its sequences."""
+    """Return the masks of the responses of all its sequences, bool [R]."""
     return torch.from_numpy(np.concatenate([sequence.loss_mask for sequence in trajectory.sequences]))
 
 
 def rollout_logprobs_of(trajectory: Trajectory) -> Tensor:
-    """float64 [R], over the responses of all its sequences."""
+    """Return those of the responses of all its sequences, float64 [R]."""
     return torch.from_numpy(np.concatenate([sequence.rollout_logprobs for sequence in trajectory.sequences])).double()
 
 
@@ -217,6 +219,14 @@ def grpo_loss(
     return losses / num_tokens
 
 
+def sampled_logprobs(model: nn.Module, groups: Sequence[TrajectoryGroup], temperature: float) -> FloatArray:
+    """Return the logprobs of all sampled tokens, [T], by plain forwards."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    with torch.no_grad():
+        parts = [sequence_logprobs(model, one, temperature)[0][loss_mask_of(one)] for one in trajectories]
+    return torch.cat(parts).float().numpy()
+
+
 class ReferenceTrainer:
     """Optimizer steps on one plain float64 model: global norm, clipping and AdamW by their formulas."""
 
@@ -236,16 +246,16 @@ class ReferenceTrainer:
         loss.backward()
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
-        lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, trainer.lr_warmup_steps))
+        lr = trainer.lr * min(1.0, (global_steps + 1) / max(1, num_warmup_steps(trainer)))
         count = global_steps + 1
         for name, parameter in self.model.named_parameters():
             gradient = gradients[name] * min(1.0, trainer.max_grad_norm / (norm + 1e-6))
             first, second = self._moments[name]
-            first = trainer.adam_beta1 * first + (1 - trainer.adam_beta1) * gradient
-            second = trainer.adam_beta2 * second + (1 - trainer.adam_beta2) * gradient.square()
+            first = ADAM_BETAS[0] * first + (1 - ADAM_BETAS[0]) * gradient
+            second = ADAM_BETAS[1] * second + (1 - ADAM_BETAS[1]) * gradient.square()
             self._moments[name] = (first, second)
-            unbiased = first / (1 - trainer.adam_beta1**count)
-            scale = (second / (1 - trainer.adam_beta2**count)).sqrt() + 1e-8
+            unbiased = first / (1 - ADAM_BETAS[0] ** count)
+            scale = (second / (1 - ADAM_BETAS[1] ** count)).sqrt() + 1e-8
             with torch.no_grad():
                 parameter.mul_(1 - lr * trainer.weight_decay).sub_(lr * unbiased / scale)
         return loss.item(), norm

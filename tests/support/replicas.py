@@ -1,6 +1,7 @@
 """Replicas and pause controls over clocked engines, what they are expected to do, and how their engines fail."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from rollout.types import VersionSpan
 from tests.support.fakes import (
     AsyncTest,
     ClockedEngine,
+    Given,
     answer,
     as_test,
     make_replica,
@@ -38,6 +40,11 @@ FREEZE_FAILS: dict[str, Callable[[ClockedEngine], None]] = {
 }
 
 
+def _as_test(given: Given, test: AsyncTest) -> Callable[..., None]:
+    """Return a test of `async def test(replica or control, ...)`, which gets the engine too if it names it."""
+    return as_test(1 + ("engine" in inspect.signature(test).parameters), given, test)
+
+
 def on_engine(*, max_num_seqs: int = 8) -> Callable[[AsyncTest], Callable[..., None]]:
     """Makes a test of `async def test(control, engine, ...)`, on an engine at version 0, with no events yet."""
 
@@ -48,7 +55,7 @@ def on_engine(*, max_num_seqs: int = 8) -> Callable[[AsyncTest], Callable[..., N
         engine.events.clear()
         yield PauseControl(engine, timeout_s=10), engine
 
-    return partial(as_test, 2, given)
+    return partial(_as_test, given)
 
 
 async def assert_open(control: PauseControl, engine: ClockedEngine, name: str = "later") -> None:
@@ -58,7 +65,7 @@ async def assert_open(control: PauseControl, engine: ClockedEngine, name: str = 
 
 
 async def assert_frozen(engine: ClockedEngine, name: str = "frozen") -> None:
-    """What runs stands still, and so does what comes now."""
+    """Check that all requests stand still, those that run and one that comes now."""
     num_steps, task = len(engine.step_starts), start(engine, name, 2)
     await asyncio.sleep(10)
     assert len(engine.step_starts) == num_steps and not task.done()
@@ -81,7 +88,7 @@ def on_replica(
         engine.events.clear()
         yield replica, engine
 
-    return partial(as_test, 2, given)
+    return partial(_as_test, given)
 
 
 async def assert_serves(replica: RolloutReplica, version: int) -> None:

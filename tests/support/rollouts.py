@@ -2,21 +2,27 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.errors import ReplicaLostError
 from rollout.failures import FailureBudget
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.progress import Attempt, ProgressReport, TokenDelta
+from rollout.progress import (
+    Attempt,
+    EpisodesOpen,
+    GroupMessage,
+    Move,
+    ProgressReport,
+    ReplicaLost,
+    TokenDelta,
+)
 from rollout.prompts import PromptStream
 from rollout.request_ids import RequestId
 from rollout.rollouter import Rollouter
-from rollout.router import ReplicaRouter
 from rollout.snapshot import RolloutState, capture, decode, encode
 from rollout.staleness import SlotLedger, StalenessWindow
 from rollout.types import Prompt, SamplingParams, TrajectoryGroup
@@ -57,7 +63,7 @@ class FakeRunner:
 
     The first token is of the version that was live at the start, the last of the one at the end. A replica in `deaths`
     is gone from that second on, with what it was generating. Its rewards are all equal where `is_flat(ordinal)`.
-    With `ends_early` its episodes end one after the other, of which it goes on to tell when it has been given up.
+    With `ends_early` its episodes end one after the other.
     """
 
     ends_early = False
@@ -79,41 +85,53 @@ class FakeRunner:
         self._deaths = deaths or {}
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt, *, on_open: Any
-    ) -> TrajectoryGroup:
-        ordinal, first = prompt.ordinal, self.live
-        self.attempts.append(attempt)
-        self.events.append(("start", ordinal, replica))
-        seconds, lives_s = self._seconds[ordinal % len(self._seconds)], self._deaths.get(replica, math.inf) - now()
-        for ended in range(group_size + 1 if self.ends_early else 0):
-            at = seconds * ended / group_size
-            asyncio.get_running_loop().call_later(at, on_open, group_size - ended)
-        try:
-            await asyncio.sleep(min(seconds, max(lives_s, 0)))
-        except asyncio.CancelledError:
-            self.events.append(("cancel", ordinal, replica))
-            raise
-        if lives_s < seconds:
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
+    ) -> AsyncGenerator[GroupMessage, Move | None]:
+        """Begin anew on every replica."""
+        ordinal, first, seconds = prompt.ordinal, self.live, self._seconds[prompt.ordinal % len(self._seconds)]
+        parts = group_size if self.ends_early else 1
+        while True:
+            self.attempts.append(attempt)
+            self.events.append(("start", ordinal, replica))
+            dies_at, began = self._deaths.get(replica, math.inf), now()
+            try:
+                for part in range(1, parts + 1):
+                    await asyncio.sleep(max(0, min(began + seconds * part / parts, dies_at) - now()))
+                    if now() < dies_at and self.ends_early:
+                        yield EpisodesOpen(group_size - part)
+            except asyncio.CancelledError:
+                self.events.append(("cancel", ordinal, replica))
+                raise
+            if dies_at >= began + seconds:
+                break
             self.events.append(("lost", ordinal, replica))
-            raise ReplicaLostError(f"{replica} died while it generated")
+            move = yield ReplicaLost(ReplicaLostError(f"{replica} died while it generated"))
+            assert move is not None
+            replica, attempt = move.replica, move.attempt
         self.events.append(("end", ordinal, replica))
         if ordinal in self.errors_once:
             raise self.errors_once.pop(ordinal)
         if ordinal in self._errors:
             raise self._errors[ordinal]
         if self._is_flat(ordinal):
-            return make_group(ordinal, first, self.live, group_size=group_size)
-        return make_mixed_group(ordinal, first, self.live)
+            yield make_group(ordinal, first, self.live, group_size=group_size)
+        else:
+            yield make_mixed_group(ordinal, first, self.live)
+
+
+async def group_of(messages: AsyncGenerator[GroupMessage, Move | None]) -> TrajectoryGroup:
+    """The group that a call to agent workers ends with. No replica may be lost in it."""
+    return [message async for message in messages][-1]  # pyright: ignore[reportReturnType]
 
 
 async def no_progress(known: object) -> None:
     raise OSError("it is gone")
 
 
-def make_fleet(router: ReplicaRouter, tell: Callable[[str], None]) -> ReplicaFleet:
+def make_fleet(names: Iterable[str], max_inflight: int, tell: Callable[[str], None]) -> ReplicaFleet:
     """Replicas that serve version 0 and report no progress."""
-    members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in router.healthy]
-    return ReplicaFleet(members, router, 1, lambda event: tell(event.text), serving=0)  # pyright: ignore
+    members = [SimpleNamespace(name=name, kill=lambda: None, progress=no_progress) for name in names]
+    return ReplicaFleet(members, max_inflight, 1, lambda event: tell(event.text), serving=0)  # pyright: ignore
 
 
 @dataclass
@@ -136,9 +154,9 @@ class RolloutSetup:
         window = StalenessWindow(groups_per_step=2, max_staleness=self.max_staleness)
         ledger = SlotLedger(window, StalePolicy.wait, total_groups=2 * self.num_steps)
         self.buffer = TrajectoryBuffer(ledger, 10_000.0, self.failures, max_sample_batches=10)
-        self.router = ReplicaRouter(list(self.replicas), max_inflight=2 * GROUP_SIZE)
         self.told: list[str] = []
-        fleet = make_fleet(self.router, self.told.append)
+        fleet = make_fleet(self.replicas, 2 * GROUP_SIZE, self.told.append)
+        self.router = fleet.router
         self.runner = self.make_runner(self.seconds, self.errors, self.deaths, lambda n: flat[n % len(flat)])
         self.stream = FakeStream()
         self.progress = fleet.progress
@@ -189,11 +207,10 @@ class CheckpointedRun:
         buffer = TrajectoryBuffer(ledger, batch_timeout_s=10_000.0)
         self.runner = FakeRunner(self.seconds)
         self.runner.live = self.global_steps
-        router = ReplicaRouter(["a", "b"], max_inflight=2 * self.group_size)
         self.rollouter = Rollouter(
             stream=PromptStream(make_rows(self.num_rows), seed=3),
             buffer=buffer,
-            fleet=make_fleet(router, [].append),
+            fleet=make_fleet("ab", 2 * self.group_size, [].append),
             runner=self.runner,
             updating=asyncio.Lock(),
             sampling=SamplingParams(),
@@ -225,7 +242,7 @@ class CheckpointedRun:
     def tell(self) -> None:
         """One more token of request 0 of every group under way."""
         for ordinal, group in self.rollouter.under_way.items():
-            request_id = RequestId(ordinal=ordinal, attempt=group.attempt.number)
+            request_id = RequestId(ordinal=ordinal, attempt=group.number)
             for replica in "ab":
                 known = self.rollouter.fleet.progress.known(replica).get(request_id, 0)
                 piece = make_completion([100 + known], [self.runner.live], "")

@@ -1,6 +1,7 @@
 """One group on simulated engines, wired as in a run: rollouter, fleet, agent worker and replicas are the real ones."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from configs.rollout import SessionsConfig
@@ -9,12 +10,12 @@ from rollout.agents.loop import AgentLoop
 from rollout.agents.worker import AgentWorker
 from rollout.engines.base import EngineDiedError
 from rollout.errors import AgentWorkerLostError, ReplicaLostError
+from rollout.progress import GroupMessage, Move
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
-from scripts.bench.common import ForcedLengths
-from scripts.bench.stand_ins import NO_REWARD, NoTokenizer, SimulatedTrainer
 from scripts.launch.driver import make_fleet, make_rollouter
 from tests.support.fakes import ClockedEngine, make_replica, now
+from tests.support.stand_ins import NO_REWARD, FixedTimeTrainer, NoTokenizer, TenTokens
 from weight_sync.checkpoint_manager import CheckpointManager
 
 GROUP_SIZE = 4
@@ -39,34 +40,40 @@ class Scene:
         self.engines = [ClockedEngine(max_num_seqs=2) for _ in range(num_replicas)]
         self.replicas = [make_replica(f"replica-{index}", engine) for index, engine in enumerate(self.engines)]
         self.fleet, _ = make_fleet(config, self.replicas, [].append)
-        self.workers = SimulatedTrainer(1.0)
+        self.workers = FixedTimeTrainer(1.0)
         self.manager = CheckpointManager(self.workers, self.fleet, config.weight_sync)
         self.lost_at: float | None = None
-        """When the agent worker dies, the first time. What it runs on the replica goes on, as Ray lets it."""
+        """The time at which the agent worker dies, once. Its requests on the replica go on, as Ray lets them."""
         self.worker = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
-            loop=loop or ForcedLengths({"": lambda ordinal, index: 10}),
+            loop=loop or TenTokens(),
             scorer=NO_REWARD,
             replicas={replica.name: _generate_on(replica) for replica in self.replicas},
         )
-        self._left_behind: list[asyncio.Task[Any]] = []
+        self._calls: list[Any] = []
         rows = [Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")]
         self.rollouter = make_rollouter(
             config, rows=rows, runner=self, fleet=self.fleet, global_steps=0, updating=self.manager.updating
         )
 
     async def run_group(
-        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any, *, on_open: Any
-    ) -> TrajectoryGroup:
-        running = asyncio.create_task(
-            self.worker.run_group(prompt, replica, sampling, group_size, attempt, on_open=on_open)
-        )
-        if self.lost_at is None or attempt.number > 0:
-            return await running
-        self._left_behind.append(running)
-        await asyncio.sleep(self.lost_at - now())
-        raise AgentWorkerLostError("an agent worker died")
+        self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Any
+    ) -> AsyncGenerator[GroupMessage, Move | None]:
+        messages = self.worker.run_group(prompt, replica, sampling, group_size, attempt)
+        self._calls.append(messages)  # as in Ray, a call that the driver has lost goes on
+        move = None
+        while True:
+            coming = asyncio.ensure_future(messages.asend(move))
+            lost_in = None if self.lost_at is None else max(0, self.lost_at - now())
+            if not (await asyncio.wait({coming}, timeout=lost_in))[0]:
+                if move is not None:
+                    coming.cancel()  # it died before the move came
+                self.lost_at = None
+                raise AgentWorkerLostError("an agent worker died")
+            move = yield (message := coming.result())
+            if isinstance(message, TrajectoryGroup):
+                return
 
     @property
     def in_flight(self) -> float:

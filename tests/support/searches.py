@@ -5,19 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from rollout.agents.encoding import encode
-from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.loop import Episode
 from rollout.agents.multi_turn import MultiTurn
+from rollout.environments.search.documents import Document
+from rollout.environments.search.fts5 import Fts5Retriever
 from rollout.prompts import Row
-from rollout.request_ids import RequestId
-from rollout.search.documents import Document
-from rollout.search.fts5 import Fts5Retriever
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
-from tests.support.fakes import spans_of
+from rollout.types import Completion, GenerationRequest, Prompt
+from tests.support.episodes import make_task
+from tests.support.fakes import make_completion
 from tests.support.paths import ROOT
 
 DOCUMENTS = (
@@ -31,7 +32,7 @@ def small_corpus(*documents: Document) -> Fts5Retriever:
 
 
 class Sampled:
-    """A policy that samples these tokens, turn by turn, each turn to its end. Notes what it was asked."""
+    """A policy that samples these tokens, turn by turn, each turn to its end. It notes its requests."""
 
     def __init__(self, *turns: Sequence[int], finish_reason: str = "stop"):
         self.asked: list[GenerationRequest] = []
@@ -40,15 +41,13 @@ class Sampled:
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         (request,) = requests
         self.asked.append(request)
-        token_ids = np.array(self._turns[request.request_id.turn], np.int32)
+        token_ids = self._turns[request.request_id.turn]
         logprobs = np.full(len(token_ids), -1, np.float32)
-        spans = spans_of([1] * len(token_ids))
-        completion = Completion(token_ids=token_ids, logprobs=logprobs, spans=spans, finish_reason=self._finish_reason)
-        return [completion]
+        return [replace(make_completion(token_ids, [1] * len(token_ids), self._finish_reason), logprobs=logprobs)]
 
 
 def asked(loop: MultiTurn, tokenizer: Any, *gold: str, chat: bool = False) -> Prompt:
-    """The prompt of a question, as an agent worker makes it."""
+    """Make the prompt of a question as an agent worker does."""
     row = Row(question="What is it?", ground_truth=gold[0], extra={"golden_answers": [*gold]})
     (prompt,) = encode(tokenizer, [row], "{question}", chat, 999, loop.prompt_tools)
     return prompt
@@ -56,9 +55,7 @@ def asked(loop: MultiTurn, tokenizer: Any, *gold: str, chat: bool = False) -> Pr
 
 async def played(loop: MultiTurn, prompt: Prompt, policy: Any, max_tokens: int = 2000) -> Episode:
     """`policy`: has a `generate`."""
-    sampling = SamplingParams(max_tokens=max_tokens)
-    task = EpisodeTask(request_id=RequestId(ordinal=0), prompt=prompt, index=0, sampling=sampling)
-    return await loop.run_episode(task, policy.generate)
+    return await loop.run_episode(make_task(0, prompt, max_tokens=max_tokens), policy.generate)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """`make serve` in a process of its own, and clients of it."""
 
 import asyncio
+import functools
+import inspect
 import json
 import re
 import sys
@@ -40,7 +42,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, *overrides: str) -> Iterator[Server]:
-    """`make serve`, once it serves."""
+    """Yield `make serve`, once it serves."""
     with started(folder, "serve.port=0", *overrides, command=(sys.executable, "-m", "scripts.serve")) as run:
         run.wait_for("serving at ", START_DEADLINE_S)
         output = run.output.read_text()
@@ -51,7 +53,7 @@ def serving(folder: Path, *overrides: str) -> Iterator[Server]:
 
 
 def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Runs the scenario, and leaves the server idle and resumed for the next test."""
+    """Run the scenario, and leave the server idle and resumed for the next test."""
 
     headers = {"authorization": f"Bearer {server.token}"}
 
@@ -67,8 +69,21 @@ def run(server: Server, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]
     asyncio.run(main())
 
 
+def with_client(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Make a coroutine whose first parameters are a client and the server a test of the fixture `server`."""
+
+    @functools.wraps(test)
+    def call(server: Server, **parameters: Any) -> None:
+        run(server, lambda client: test(client, server, **parameters))
+
+    signature = inspect.signature(test)
+    # pytest finds the fixtures by the signature.
+    call.__dict__["__signature__"] = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return call
+
+
 def body(num_tokens: int, chat: bool = False, **other: Any) -> dict[str, Any]:
-    """Greedy where there is one choice, and not ended by an end-of-sequence token."""
+    """Return the body of a request that is greedy if it has one choice, and that no end-of-sequence token ends."""
     asked = {"messages": [{"role": "user", "content": "How many?"}]} if chat else {"prompt": "How many?"}
     asked |= {"logprobs": True, "top_logprobs": 0} if chat else {"logprobs": 0}
     asked |= {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
@@ -81,7 +96,7 @@ def path(chat: bool) -> str:
 
 @dataclass
 class Stream:
-    """What a streaming client has received, per choice."""
+    """The chunks that a streaming client has received, per choice."""
 
     times: list[float] = field(default_factory=list)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -115,7 +130,8 @@ class Stream:
 
 
 async def lines_of(response: httpx.Response) -> AsyncIterator[bytes]:
-    """httpx's own aiter_lines() also splits at characters that a sampled text may contain, such as U+0085."""
+    """Split lines only at their ends: aiter_lines() of httpx also splits at characters that a sampled text may
+    contain, such as U+0085."""
     rest = b""
     async for chunk in response.aiter_bytes():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -145,7 +161,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def settled(count: Callable[[], _Count]) -> _Count:
-    """The count once nothing more arrives: tokens sampled before a pause arrive for a while after it."""
+    """Return the count once nothing more arrives: tokens sampled before a pause arrive for a while after it."""
     found, unchanged = count(), 0
     async with asyncio.timeout(DEADLINE_S / 2):
         while unchanged < SETTLED_S / 0.05:  # count looks, not time: this process may stand still as well

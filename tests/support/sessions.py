@@ -1,19 +1,20 @@
-"""A backend of sessions that says what it is told to, and a real server over it."""
+"""Sessions that give the answers of a script, and a real server over them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollout.http.server import DEFAULTS, listen, served, url_of
+from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall
+from rollout.http.server import DEFAULTS, listen, listener_url, served
 from rollout.http.token import Token
-from rollout.sessions.app import SessionAccess, session_app
-from rollout.sessions.backend import PromptRequest, Reward
-from rollout.sessions.keys import SessionKeys
-from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall
+from rollout.sessions.app import SessionGatewayAccess, session_app
+from rollout.sessions.dialects.dialect import PromptRequest
+from rollout.sessions.registry import OpenSessions, Reward, SessionKeys
 from rollout.types import Completion, VersionSpan
+from tests.support.real_clock import Test, beside
 
 SERVER_TOKEN = "the server's own"
 PROMPT_IDS = (5, 6, 7)
@@ -34,16 +35,16 @@ def call_answer(number: int = 0, expression: str = "2 + 2") -> Answer:
     return make_answer("", number=number, finish=Finish.tool_calls, tool_calls=(call,))
 
 
-@dataclass
-class FakeBackend:
-    """Gives what `script` holds, one entry a call, and then the default answer; an error is raised."""
+class FakeSessions(OpenSessions):
+    """Gives the answers of `script`, one entry a call, and then the default answer. An error in it is raised."""
 
-    script: list[list[Answer] | BaseException] = field(default_factory=list)
-    requests: list[Any] = field(default_factory=list)
-    events: list[tuple[Any, ...]] = field(default_factory=list)
-    gate: asyncio.Event | None = None
-    """Answers wait until it is set."""
-    model: str = "policy"
+    def __init__(self, gate: asyncio.Event | None = None):
+        """Answers wait until `gate` is set."""
+        super().__init__("policy")
+        self.script: list[list[Answer] | BaseException] = []
+        self.requests: list[Any] = []
+        self.events: list[tuple[Any, ...]] = []
+        self.gate = gate
 
     async def create(self, task: Mapping[str, Any]) -> str:
         self.events.append(("create", task))
@@ -58,10 +59,10 @@ class FakeBackend:
             except asyncio.CancelledError:
                 self.events.append(("cancelled", session))
                 raise
-        said = self.script.pop(0) if self.script else [make_answer(number=n) for n in range(request.num_answers)]
-        if isinstance(said, BaseException):
-            raise said
-        return said
+        answers = self.script.pop(0) if self.script else [make_answer(number=n) for n in range(request.num_answers)]
+        if isinstance(answers, BaseException):
+            raise answers
+        return answers
 
     def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:
         self.events.append(("delivered", session, list(answer_ids), whole))
@@ -75,39 +76,39 @@ class FakeBackend:
     async def finish(self, session: str) -> None:
         self.events.append(("finish", session))
 
-    async def abort(self, session: str) -> None:
-        self.events.append(("abort", session))
-
     async def transcript(self, session: str) -> Mapping[str, Any]:
         return {"id": session, "generations": len(self.requests)}
 
 
 @dataclass(frozen=True)
 class World:
-    backend: FakeBackend
-    keys: SessionKeys
+    sessions: FakeSessions
     url: str
+
+    @property
+    def keys(self) -> SessionKeys:
+        return self.sessions.keys
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
 
-def on_server(test: Callable[[World], Awaitable[None]], keepalive_s: float = 30.0) -> None:
-    """Runs the test on the real clock, beside a server on a port of its own."""
+def on_server(keepalive_s: float = 30.0) -> Callable[[Test], Callable[..., None]]:
+    """Return a decorator of tests that run on the real clock, beside a server on a port of its own."""
 
-    async def main() -> None:
-        backend, keys, listener = FakeBackend(), SessionKeys(), listen("127.0.0.1", 0)
-        access = SessionAccess.of(DEFAULTS, Token(SERVER_TOKEN, is_given=False), on_loopback=True)
-        app = session_app(backend, keys, keepalive_s)
+    async def serve(test: Callable[[World], Awaitable[None]]) -> None:
+        sessions, listener = FakeSessions(), listen("127.0.0.1", 0)
+        access = SessionGatewayAccess.of(DEFAULTS, Token(SERVER_TOKEN, is_configured=False), on_loopback=True)
+        app = session_app(sessions, keepalive_s)
         async with asyncio.timeout(DEADLINE_S), served(app, listener, access=access):
-            await test(World(backend, keys, url_of(listener)))
+            await test(World(sessions, listener_url(listener)))
 
-    asyncio.run(main())
+    return beside(serve)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Raises TimeoutError."""
+    """Return when the condition holds. Raises TimeoutError."""
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.005)

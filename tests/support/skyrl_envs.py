@@ -1,6 +1,5 @@
 """Environments of SkyRL-gym's protocol, as users write them, without the package."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ class Guess:
         self.events.append(f"step {action}")
         self.turns += 1
         is_right = str(self._number) in action
-        said = [] if is_right else [{"role": "user", "content": self._env_config.get("hint", "Higher.")}]
+        said = [] if is_right else [{"role": "user", "content": "Higher."}]
         return {"observations": said, "reward": 1.0 if is_right else 0.25, "done": is_right, "metadata": {}}
 
     def close(self) -> None:
@@ -46,12 +45,6 @@ class Trims(Guess):
 class Fails(Guess):
     def step(self, action: str) -> Mapping[str, Any]:
         raise OSError("the sandbox is gone")
-
-
-class Sleeps(Guess):
-    def init(self, prompt: Messages) -> tuple[Messages, Mapping[str, Any]]:
-        time.sleep(2.0)
-        return super().init(prompt)
 
 
 class Rewrites(Guess):

@@ -11,17 +11,17 @@ import numpy as np
 
 from rollout.errors import ReplicaLostError
 from rollout.fleet.fleet import FleetKind, ReplicaFleet
-from rollout.router import ReplicaRouter
+from rollout.replica.lifecycle import Replica
 from rollout.teacher.teacher import Teacher
 from rollout.types import FloatArray, IntArray
 from tests.support.fakes import AsyncTest, ClockedEngine, as_test, make_replica
 
 SECONDS = 1.0
-"""What an answer takes."""
+"""The time that an answer takes."""
 
 
 def logprob_of(token_ids: Sequence[int]) -> float:
-    """What the teacher says of the last of these tokens: it depends on all of them and on their order."""
+    """Return the teacher's logprob of the last of these tokens, which depends on all of them and on their order."""
     return -sum((place + 1) * token for place, token in enumerate(token_ids)) / 64
 
 
@@ -41,37 +41,31 @@ class TeacherSetup:
         self.engines = {name: ClockedEngine() for name in names}
         self.fleet = ReplicaFleet(
             [make_replica(name, engine) for name, engine in self.engines.items()],
-            ReplicaRouter(names, max_inflight=8),
+            8,
             1,
             lambda event: self.told.append(event.text),
             serving=0,
             max_replacements=self.max_replacements,
             kind=FleetKind("teacher", "teacher"),
         )
-        self.teacher = Teacher(fleet=self.fleet, timeout_s=self.timeout_s)
-        for name in names:
-            self.connect(name)
+        self.teacher = Teacher(fleet=self.fleet, timeout_s=self.timeout_s, score_on=self.score_on)
 
-    def connect(self, name: str) -> None:
-        async def score(sequences: Sequence[IntArray]) -> list[FloatArray]:
-            self.asked.append((name, [ids.tolist() for ids in sequences]))
-            lost = asyncio.ensure_future(self.engines[name].wait_dead())
-            await asyncio.wait({lost}, timeout=SECONDS)
-            if lost.done():
-                raise ReplicaLostError(f"{name} died while it scored")
-            lost.cancel()
-            return [
-                np.array([logprob_of(ids[: end + 1].tolist()) for end in range(1, len(ids))], np.float32)
-                for ids in sequences
-            ]
-
-        self.teacher.replicas[name] = score
+    async def score_on(self, replica: Replica, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        self.asked.append((replica.name, [ids.tolist() for ids in sequences]))
+        lost = asyncio.ensure_future(self.engines[replica.name].wait_dead())
+        await asyncio.wait({lost}, timeout=SECONDS)
+        if lost.done():
+            raise ReplicaLostError(f"{replica.name} died while it scored")
+        lost.cancel()
+        return [
+            np.array([logprob_of(ids[: end + 1].tolist()) for end in range(1, len(ids))], np.float32)
+            for ids in sequences
+        ]
 
     async def replace(self) -> str:
         """Start what the fleet wants, as its operator does."""
         name = await self.fleet.wanted.get()
         self.engines[name] = ClockedEngine()
-        self.connect(name)
         self.fleet.register(make_replica(name, self.engines[name]))
         await self.fleet.admit(name, 0)
         return name

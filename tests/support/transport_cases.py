@@ -51,8 +51,8 @@ def weights(seed: int) -> Weights:
     }
 
 
-def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-    """As FSDP2 shards."""
+def local_rows(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    """Return the rank's rows, as FSDP2 shards."""
     if tensor.ndim == 0:
         return tensor if rank == 0 else tensor.new_empty(0)
     chunks = torch.chunk(tensor, num_ranks)
@@ -61,7 +61,7 @@ def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
 
 @dataclass
 class Update:
-    """What came of one update: a value, or the error, of every rank's `send` and every worker's receiving."""
+    """The outcome of one update: a value, or the error, of every rank's `send` and every worker's receiving."""
 
     manifest: Manifest
     sent: list[Checksums | BaseException] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Fleet:
         return merge([sender.publish(specs, self.shards(new, rank), whole) for rank, sender in enumerate(self.senders)])
 
     def shards(self, new: Weights, rank: int) -> Shards:
-        return lambda: ((name, rows_of(tensor, rank, self.num_ranks)) for name, tensor in new.items())
+        return lambda: ((name, local_rows(tensor, rank, self.num_ranks)) for name, tensor in new.items())
 
     def update(
         self,
@@ -160,7 +160,7 @@ def pack(weights: Weights, num_ranks: int = 1) -> tuple[torch.Tensor, Manifest]:
     for entry, tensor in zip(entries, weights.values(), strict=True):
         buffer[entry.offset : entry.offset + entry.nbytes] = byte_layout.as_bytes(tensor.contiguous())
     checksums = [
-        tuple(checksum(rows_of(tensor, rank, num_ranks).contiguous()) for tensor in weights.values())
+        tuple(checksum(local_rows(tensor, rank, num_ranks).contiguous()) for tensor in weights.values())
         for rank in range(num_ranks)
     ]
     manifest = Manifest(
@@ -211,7 +211,7 @@ def local_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_sender(transport: str, directory: Path, rank: int, num_ranks: int) -> Sender:
-    """With a bucket of 1 KiB."""
+    """Return a sender of the transport, with a bucket of 1 KiB where it has one."""
     match transport:
         case "shared_memory":
             return SharedMemorySender("run", rank, num_ranks)

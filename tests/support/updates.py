@@ -7,7 +7,6 @@ from typing import Any
 
 from configs.schema import Staging, WeightSyncConfig
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.router import ReplicaRouter
 from tests.support.fakes import make_manifest, make_tag, run_virtual
 from weight_sync.checkpoint_manager import CheckpointManager
 from weight_sync.protocol import CommitReport, Manifest, PublishOrder, ReplicaStatus, UpdateReport, WeightTag
@@ -48,7 +47,7 @@ class FakeSource(FakePart):
     global_steps = 7
     """Optimizer steps taken."""
     checksum: int | None = None
-    """What it says it sent; None is the truth."""
+    """The checksum that it says it sent; None is the truth."""
 
     def __init__(self, name: str, events: list[str]):
         super().__init__(name, events)
@@ -81,7 +80,12 @@ class FakeTarget(FakePart):
     def _set_state(self, version: int, torn: bool) -> None:
         frozen = self.frozen or torn
         self.state = ReplicaStatus(
-            name=self.name, global_steps=version, pause_mode=self.pause_mode, torn=torn, frozen=frozen
+            name=self.name,
+            global_steps=version,
+            pause_mode=self.pause_mode,
+            torn=torn,
+            frozen=frozen,
+            is_paused=self.pause_mode is not None or torn,
         )
 
     async def stage(self, manifest: Manifest) -> None:
@@ -158,14 +162,14 @@ class Scene:
             if isinstance(target, MeetingTarget) and isinstance(self.source, MeetingSource):
                 target.source = self.source
         self.a, self.b = self.targets[:2]
-        self.router = ReplicaRouter(list(names), max_inflight=8)
         self.fleet = ReplicaFleet(
             self.targets,  # pyright: ignore
-            self.router,
+            8,
             min_replicas,
             lambda event: self.events.append(event.text),
             serving=0,
         )
+        self.router = self.fleet.router
         self.manager = CheckpointManager(self.source, self.fleet, WeightSyncConfig(staging=staging, **DEADLINES))
 
     def update(self, *versions: int) -> list[UpdateReport]:
@@ -182,5 +186,5 @@ class Scene:
         return [event.removeprefix(f"{name}.") for event in self.events if event.startswith(f"{name}.")]
 
     def of_fleet(self) -> list[str]:
-        """What the fleet reported."""
+        """Return what the fleet reported."""
         return [event for event in self.events if " " in event.replace(" done", "").replace(" cancelled", "")]

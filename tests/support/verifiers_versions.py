@@ -1,4 +1,4 @@
-"""Which of the two forms of the package verifiers is installed: before 0.4, or since then."""
+"""Tells which of the two forms of the package verifiers is installed: before 0.4, or since then."""
 
 import importlib.util
 import re

@@ -25,7 +25,7 @@ class WandbServer:
     url: str = ""
     projects: set[str] = field(default_factory=set)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By run, as are all but views: the latest config."""
+    """The latest config by run; all but views are by run."""
     history: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     """Uploaded, by name."""
@@ -160,7 +160,7 @@ class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """wandb's process ends with its connections open."""
+        """Pass over the connections that wandb's process leaves open at its end."""
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
+from scripts.observe.audit import Audit, audit
 from tests.support.paths import ROOT
-from trainer.tracking.audit import Audit, audit
+from trainer.tracking.sinks import read_metrics
 
 PROMPTS_PER_STEP = 4
 SIZES = [
@@ -141,6 +142,19 @@ def find(run: Run, title: str) -> psutil.Process:
     raise AssertionError(f"no process {title!r} among {[c.pid for c in run.children.values()]}")
 
 
+def steps_of(run_dir: Path, metric: str = "actor/pg_loss") -> list[dict[str, Any]]:
+    """Return the records of `metrics.jsonl` that have this metric."""
+    return [record for record in read_metrics(run_dir / "metrics.jsonl") if metric in record]
+
+
+def exported(run_dir: Path, folder: Path, *options: str) -> Path:
+    """Export the newest checkpoint into the folder as a user does, and return the folder."""
+    command = [sys.executable, "-m", "scripts.export_hf", str(run_dir), str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
 def trained(run: Run) -> list[list[dict[str, Any]]]:
     """The trajectories that were trained in every step, as the run recorded them."""
     steps = []
@@ -173,3 +187,12 @@ def check_tokens(run_dir: Path) -> Audit:
     assert (tokens.never_sampled, tokens.misplaced, tokens.again, tokens.unchecked) == (0, 0, 0, 0)
     assert 0 < tokens.trained <= tokens.sampled and 0 < tokens.delivered_fraction <= 1
     return found
+
+
+def check_replay(run_dir: Path, num_steps: int) -> None:
+    """The records of all steps give the run's weights again, bit for bit."""
+    command = [sys.executable, "-m", "scripts.replay", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = json.loads(done.stdout)
+    assert (outcome["steps"], outcome["equal"]) == (num_steps, num_steps), done.stderr

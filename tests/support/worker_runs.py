@@ -11,17 +11,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
-from configs.schema import Config, Layout
+from configs.schema import Config, DType, Layout
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.fakes import make_order
+from tests.support.reference import VOCAB_SIZE
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
+from trainer.tiny.model import build_model
 from trainer.worker.worker import TrainWorker
-from weight_sync.protocol import Manifest, PublishOrder, Shards, TensorSpec
+from weight_sync.protocol import Manifest, PublishOrder, Sender, Shards, TensorSpec
 
 Weights = dict[str, torch.Tensor]
 SAVED_AT = 2
@@ -47,10 +51,13 @@ class RankRun:
     metrics: list[dict[str, Metric]]
     weights: Weights
     scores: dict[str, list[FloatArray]]
+    logprobs: list[FloatArray]
     random: float
     """The next number of torch's generator at SAVED_AT."""
     error: str
-    """Of the save."""
+    """The error of the save."""
+    digests: list[str]
+    """The digest of the weights before the first step and after each."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,12 @@ class Outcome:
     metrics: list[dict[str, float]]
     weights: Weights
     scores: dict[str, FloatArray] = field(default_factory=dict)
+    logprobs: FloatArray | None = None
+    """[T] over the last batch, after all steps."""
     ranks: Sequence[RankRun] = ()
 
 
-class Inbox:
+class Inbox(Sender):
     """A transport that keeps this rank's rows."""
 
     def __init__(self) -> None:
@@ -116,7 +125,8 @@ def pack(
 
 
 def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
-    """Take all steps of one rank in this process. Weights are gathered from all ranks; scores are of the last batch."""
+    """Take all steps of one rank in this process. Weights are gathered from all ranks; scores and logprobs are of the
+    last batch."""
     inbox = Inbox()
     worker = TrainWorker(config=job.config, device="cpu", make_sender=inbox)
     torch.manual_seed(7 + rank)
@@ -126,19 +136,24 @@ def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
         if job.load is not None:
             torch.manual_seed(99)
             first = worker.load_checkpoint(job.load)
+        digests = [worker.weights_digest()]
         for step in range(first, len(job.steps)):
             if step == SAVED_AT:
                 if job.save is not None:
                     worker.stage_checkpoint(job.save)
                 random = torch.rand(()).item()
             batch = job.steps[step]
-            metrics.append(worker.train_step(job.mine(batch, rank), step, batch.optimizer_steps).metrics)
+            result = worker.train_step(job.mine(batch, rank), step, batch.optimizer_steps)
+            metrics.append(result.metrics)
+            digests.append(result.weights)
         if job.save is not None:
             try:
                 worker.finish_checkpoint()
             except RuntimeError as failure:
                 error = str(failure)
         scores = worker.score(job.mine(job.steps[-1], rank))
+        logprobs = worker.logprobs(job.mine(job.steps[-1], rank))
+        check_next_token_logprobs(worker, job.mine(job.steps[-1], rank), logprobs)
         assert worker._global_steps == len(job.steps)
         worker.publish(make_order(len(job.steps)))
         weights = {}
@@ -150,7 +165,28 @@ def train_rank(job: Job, rank: int, world_size: int, master: str) -> RankRun:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return RankRun(metrics, weights, scores, random, error)
+    return RankRun(metrics, weights, scores, logprobs, random, error, digests)
+
+
+def check_next_token_logprobs(
+    worker: TrainWorker, micro_batches: tuple[MicroBatch, ...], logprobs: list[FloatArray]
+) -> None:
+    """Check that the row of each target is a distribution, and has the target's own logprob in the target's column; and
+    the sum of the squares of its probabilities."""
+    every = worker.next_token_logprobs(micro_batches)
+    for batch, own, (places, rows) in zip(micro_batches, logprobs, every, strict=True):
+        if batch.tokens.ce_weights is not None:  # demonstrations are at temperature 1
+            continue
+        among = [batch.index.tolist().index(place) for place in places]
+        atol = 2e-5 if worker._config.trainer.dtype is DType.float32 else 0.05
+        np.testing.assert_allclose(rows[np.arange(len(among)), batch.tokens.targets[among]], own[among], atol=atol)
+        np.testing.assert_allclose(np.exp(rows).sum(-1), 1, atol=1e-4)
+        with torch.no_grad():
+            squares = worker._policy.squared_probabilities(batch, worker._device)
+        worker._policy.reshard()  # pyright: ignore  (as `TrainWorker.score` does in the end)
+        np.testing.assert_allclose(squares.float().cpu()[among], np.exp(2 * rows).sum(-1), atol=atol)
+        if worker._config.trainer.sequence_parallel == 1:
+            assert sorted(places.tolist()) == sorted(batch.index.tolist())
 
 
 def one_rank(job: Job) -> Outcome:
@@ -200,5 +236,25 @@ def outcome(ranks: Sequence[RankRun], job: Job) -> Outcome:
         [to_floats(merge_metrics(parts)) for parts in zip(*(rank.metrics for rank in saying), strict=True)],
         ranks[0].weights,
         {name: job.steps[-1].gather([rank.scores[name] for rank in saying]) for name in ranks[0].scores},
+        job.steps[-1].gather([rank.logprobs for rank in saying]),
         ranks,
     )
+
+
+def assert_same_weights(
+    found: Weights, expected: Weights, tolerance: float = 1e-3, vocabulary: int = VOCAB_SIZE
+) -> None:
+    """Compare the weights of a run, whose first ones are those of seed 0, relative to how far they have moved."""
+    assert found.keys() == expected.keys()
+    for name, untrained in build_model(vocabulary, seed=0).named_parameters():
+        moved = expected[name].double() - untrained.detach().double()
+        error = found[name].double() - expected[name].double()
+        assert error.norm() < tolerance * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+
+
+def assert_same_metrics(
+    found: Outcome, expected: Outcome, *keys: str, tolerance: float = 1e-4, floor: float = 1e-7
+) -> None:
+    for key in keys:
+        values = [metrics[key] for metrics in found.metrics]
+        assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=floor), key

@@ -1,6 +1,7 @@
 """The rules of the house: who may import whom, which library lives where, and how large a room may be."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,10 @@ MAY_IMPORT = {
     "scripts": {"configs", "rollout", "trainer", "weight_sync"},
 }
 LIVES_IN = {
-    "ray": ("rollout/*_group.py", "trainer/worker/*_group.py", "scripts/launch/*", "scripts/bench/*"),
+    "ray": (
+        *("rollout/actors/*", "rollout/*_group.py", "rollout/replica/client.py", "trainer/worker/*_group.py"),
+        *("scripts/launch/*", "scripts/command/*", "scripts/plan/*", "scripts/bench/*"),
+    ),
     "vllm": ("rollout/engines/vllm/*", "weight_sync/receiver/*"),
     "wandb": ("trainer/tracking/wandb/*",),
     "wandb_workspaces": ("trainer/tracking/wandb/*",),
@@ -41,9 +45,14 @@ LIVES_IN = {
             "weight_sync/receiver/*",
             "weight_sync/transports/*",
         ),
-        *("scripts/bench/*", "scripts/export_hf.py", "scripts/launch/models.py"),
+        *("scripts/bench/*", "scripts/plan/rehearsal/*", "scripts/export_hf.py", "scripts/launch/models.py"),
+        "scripts/replay/worker.py",
     ),
-    "transformers": ("trainer/tiny/*", "trainer/worker/*", "rollout/agents/worker_group.py", "scripts/bench/*"),
+    "transformers": (
+        *("trainer/tiny/*", "trainer/worker/*", "scripts/bench/*", "scripts/plan/rehearsal/*"),
+        *("rollout/agents/worker_group.py", "rollout/engines/vllm/openai_app.py"),
+        "weight_sync/receiver/file_names.py",
+    ),
 }
 HEAVY = set(LIVES_IN)
 NOT_PURE = {
@@ -52,13 +61,20 @@ NOT_PURE = {
     *("trainer/losses", "trainer/tiny", "trainer/worker"),
 }
 """The folders that may load heavy libraries; besides them the files that put classes into Ray, `*_group.py`."""
+WITH_RAY = {
+    "rollout/actors/supervisor.py",
+    "rollout/actors/carried.py",
+    "rollout/actors/place.py",
+    "rollout/replica/client.py",
+}
 PURE = [
     path
     for path in SOURCES
-    if path.parts[0] != "scripts" and str(path.parent) not in NOT_PURE and not path.match("*_group.py")
+    if path.parts[0] != "scripts"
+    and str(path.parent) not in NOT_PURE
+    and not path.match("*_group.py")
+    and str(path) not in WITH_RAY
 ]
-MAX_FILES = {"rollout": 14, "trainer": 8, "scripts": 14, "configs": 12, "weight_sync": 8}
-"""At the top of a package, without `__init__.py`."""
 
 
 def is_below(path: Path, pattern: str) -> bool:
@@ -122,14 +138,27 @@ def test_packages_import_only_those_below_them() -> None:
 @pytest.mark.parametrize(
     ("package", "below", "border"),
     [
-        ("trainer", "rollout", {"rollout.events.event", "rollout.events.kinds", "rollout.sampled", "rollout.types"}),
+        (
+            "trainer",
+            "rollout",
+            {
+                *(
+                    "rollout.actors.carried",
+                    "rollout.actors.place",
+                    "rollout.events.event",
+                    "rollout.events.kinds",
+                    "rollout.types",
+                ),
+                *("rollout.chat.end_tokens", "rollout.chat.generation_config"),
+            },
+        ),
         ("trainer", "weight_sync", {"weight_sync.adapter", "weight_sync.protocol"}),
         ("rollout", "weight_sync", {"weight_sync.protocol"}),
     ],
 )
 def test_a_package_takes_only_the_types_at_the_border_of_another(package: str, below: str, border: set[str]) -> None:
-    """`rollout.sampled` is a file format: replicas write it, the audit reads it. `weight_sync.adapter` is how both
-    sides merge."""
+    """`weight_sync.adapter` is how both sides merge; `rollout.actors.carried` is how errors leave an actor;
+    `rollout.chat.*` is which tokens end a turn, which checkpoints name."""
     taken = {name for path in SOURCES if path.parts[0] == package for name in imports(path)}
     assert {name.rpartition(".")[0] for name in taken if top(name) == below} == border
 
@@ -213,24 +242,19 @@ def test_every_package_is_the_one_of_this_checkout() -> None:
 # -- rooms -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_has_at_most_500_lines() -> None:
+def test_a_file_has_at_most_800_lines() -> None:
     lengths = {str(path): len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in [*SOURCES, *TESTS]}
-    assert {path: length for path, length in lengths.items() if length > 500} == {}
+    assert {path: length for path, length in lengths.items() if length > 800} == {}
 
 
-def test_what_is_at_the_top_of_a_package_can_be_seen_at_a_glance() -> None:
-    tops = {package: [path for path in SOURCES if path.parent == Path(package)] for package in PACKAGES}
-    assert {package: len(files) - 1 for package, files in tops.items() if len(files) - 1 > MAX_FILES[package]} == {}
-
-
-def test_a_function_has_at_most_60_lines() -> None:
+def test_a_function_has_at_most_80_lines() -> None:
     too_long = [
         f"{path}:{node.lineno} {node.name}"
         for path in [*SOURCES, *TESTS]
         for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.end_lineno is not None
-        and node.end_lineno - min([node.lineno, *(d.lineno for d in node.decorator_list)]) >= 60
+        and node.end_lineno - min([node.lineno, *(d.lineno for d in node.decorator_list)]) >= 80
     ]
     assert too_long == []
 
@@ -255,13 +279,18 @@ def test_nothing_is_printed() -> None:
 
 @pytest.mark.parametrize("name", ["getattr", "hasattr", "setattr"])
 def test_attributes_are_written_out(name: str) -> None:
-    """`getattr` with a default or a literal name hides a typo from everyone, pyright included."""
+    """`getattr` with a literal name hides a typo from everyone, pyright included. `getattr(x, "close", None)` is how an
+    optional method of a user's class is looked up."""
     wrong = [
         f"{path}:{node.lineno}"
         for path, node in calls(name)
-        if isinstance(node.args[1], ast.Constant) or (name == "getattr" and len(node.args) > 2)
+        if isinstance(node.args[1], ast.Constant) and not is_optional_method(node)
     ]
     assert wrong == []
+
+
+def is_optional_method(call: ast.Call) -> bool:
+    return len(call.args) == 3 and isinstance(call.args[2], ast.Constant) and call.args[2].value is None
 
 
 # -- config ------------------------------------------------------------------------------------------------------------
@@ -314,3 +343,25 @@ def test_every_config_key_is_read_somewhere() -> None:
     keys = {("config" if section == key else section, key) for section, key in keys}
     assert len(keys) > 50
     assert sorted(keys - {read for path in SOURCES if path.parts[0] != "configs" for read in reads(path)}) == []
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+FRAGMENT = re.compile(
+    r"(Of|What|Whether|With|As|Those|For|That|Who|Which|How|When|Where|Whose|Told|Also|Than|So|By|From|On|Until)\b"
+)
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """The docstrings of a file, those under attributes included."""
+    for node in nodes(path):
+        for statement in node.body if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else []:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text.strip()
+
+
+def test_a_docstring_begins_with_a_verb_or_with_the_noun_that_it_explains() -> None:
+    """Never with a fragment, which only its author understands."""
+    found = [(path, line, text) for path in SOURCES for line, text in docstrings(path)]
+    assert [f"{path}:{line} {text[:60]}" for path, line, text in found if FRAGMENT.match(text)] == []

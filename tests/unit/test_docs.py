@@ -3,12 +3,14 @@
 import asyncio
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,18 +21,22 @@ from configs.cli.arguments import SWEEP_MODE, parse
 from configs.cli.overrides import check_overrides
 from configs.cli.peers import EQUIVALENTS, FRAMEWORKS
 from configs.load import key_docs
-from configs.schema import AlgorithmConfig, Config
+from configs.schema import AlgorithmConfig, Config, ModelKind
 from rollout.agents.encoding import encode
-from rollout.agents.loop import EpisodeTask, ShowsTools, load_agent_loop
+from rollout.agents.loop import EpisodeTask, load_agent_loop
 from rollout.data.rows import Columns, load_rows
 from rollout.prompts import Row
 from rollout.request_ids import RequestId
 from rollout.rewards.scoring import load_scorer
 from rollout.sessions.harness import FunctionHarness
 from rollout.types import SamplingParams
-from scripts.docs import TABLES, fresh
+from scripts.docs import GRAFANA_FILE, TABLES, fresh, grafana_json
+from scripts.plan import preview
 from scripts.predict.command import parse as predict_arguments
+from scripts.rehearse import split as rehearsal_words
+from scripts.replay.command import OWN as REPLAY
 from scripts.retriever import arguments
+from scripts.slipstream import COMMANDS as SLIPSTREAM
 from tests.support.compose import changed, resolve
 from tests.support.episodes import episodes_of
 from tests.support.fakes import make_prompt
@@ -40,11 +46,16 @@ from tests.support.paths import ROOT
 from tests.support.sequences import only
 from trainer.advantages.estimators import ScoredGroup, load_estimator
 from trainer.losses.objective import load_policy_loss
+from trainer.losses.policy import LossTokens
+from trainer.tracking.metric_list import metric_list
+from trainer.tracking.sinks import UserSink
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"(?:^|\s)(?:make\s+[a-z]|python -m |(?:\.venv/bin/)?slipstream-[a-z]|scripts/recipes/\w+\.sh)")
+COMMAND = re.compile(
+    r"(?:^|\s)(?:make\s+[a-z]|python -m |(?:\.venv/bin/)?slipstream [a-z-]+(?= |$)|scripts/recipes/\w+\.sh)"
+)
 SECTIONS = {key.partition(".")[0] for key in key_docs() if "." in key}
 PACKAGES = ("configs", "rollout", "scripts", "trainer", "weight_sync")
 
@@ -70,9 +81,14 @@ def code(page: Path) -> list[str]:
     """Inline code and the lines of code blocks, continued lines joined and without their comments."""
     blocks = [block for language, block in FENCE.findall(own_text(page)) if language != "python"]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    heads = [block.splitlines()[0] for language, block in FENCE.findall(text(page)) if language == "python"]
+    heads = [line for language, block in FENCE.findall(text(page)) for line in heads_of(block) if language == "python"]
     inline = re.findall(r"`([^`\n]+)`", FENCE.sub("", own_text(page)))
     return [re.sub(r"\s#\s.*", "", line) for line in lines] + inline + [head.partition(": ")[2] for head in heads]
+
+
+def heads_of(block: str) -> list[str]:
+    """The commands at the beginning of a snippet: one names its file, and another may be for a laptop."""
+    return re.findall(r"^# (?:\w+\.py|On a laptop): .*$", block, re.MULTILINE)
 
 
 # -- links and files ---------------------------------------------------------------------------------------------------
@@ -141,17 +157,25 @@ def test_commands_exist(page: Path) -> None:
             assert words[1] in targets, words
         elif words[:2] == ["python", "-m"]:
             assert importlib.util.find_spec(words[2]) is not None, words
-        elif first.startswith("slipstream-"):
-            assert first in scripts, words
+        elif first == "slipstream":
+            assert first in scripts and words[1] in SLIPSTREAM, words
         elif first.endswith(".sh"):
             assert (ROOT / words[0]).is_file(), words
+
+
+def is_slipstream(words: list[str]) -> bool:
+    return Path(words[0]).name == "slipstream"
 
 
 def overrides(words: list[str]) -> list[str]:
     """The keys of the config that a command is given. Some commands have arguments of their own."""
     own = ("retriever", "dashboard", "predict")
-    if words[0] == "make" and words[1] in own or any(f"scripts.{name}" in words for name in own):
+    if is_slipstream(words) and words[1] == "replay":
+        return [word for word in words[3:] if word.partition("=")[0] not in REPLAY]
+    if (words[0] == "make" or is_slipstream(words)) and words[1] in own:
         return []
+    if is_slipstream(words) and words[1] == "rehearse":
+        return rehearsal_words(words[2:])[1]
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]
     assigned = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
@@ -171,13 +195,8 @@ def test_commands_that_serve_a_retriever_are_understood() -> None:
 
 
 def test_commands_that_predict_are_understood() -> None:
-    calls = [
-        words
-        for page in PAGES
-        for words in commands(page)
-        if words[:2] == ["make", "predict"] or "scripts.predict" in words
-    ]
-    given = [shlex.split(words[2].removeprefix("ARGS=")) if words[0] == "make" else words[3:] for words in calls]
+    calls = [words for page in PAGES for words in commands(page) if words[1:2] == ["predict"]]
+    given = [shlex.split(words[2].removeprefix("ARGS=")) if words[0] == "make" else words[2:] for words in calls]
     assert given and all(predict_arguments(words) for words in given)
 
 
@@ -185,20 +204,81 @@ def training(words: list[str]) -> list[str] | None:
     """The overrides of a command that trains; None for another command."""
     if words[0].startswith("scripts/recipes/"):
         return [f"recipe={Path(words[0]).stem}", *words[1:]]
-    trains = words[:2] == ["make", "train"] or words[0].endswith("slipstream-train")
+    trains = words[1:2] == ["train"] and (words[0] == "make" or is_slipstream(words))
     return overrides(words) if trains else None
 
 
-TRAINING = {tuple(given) for page in PAGES for words in commands(page) if (given := training(words)) is not None}
+def training_commands() -> Iterator[tuple[str, ...]]:
+    """The overrides of every command that trains, with the name of a model where a page leaves it open."""
+    for page in PAGES:
+        for line in code(page):
+            line = line.replace("model.path=...", "model.path=org/name")
+            if COMMAND.search(line) and "..." not in line and (given := training(shlex.split(line))) is not None:
+                yield tuple(given)
 
 
-@pytest.mark.parametrize("given", [given for given in sorted(TRAINING) if "my_" not in str(given)], ids=" ".join)
-def test_commands_that_train_are_not_refused(
-    given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules that the pages have the user write, in the current folder."""
+    names = set[str]()
+    for page in PAGES:
+        for language, block in FENCE.findall(text(page)):
+            if language == "python" and (head := re.match(r"# (\w+)\.py: ", block)) is not None:
+                (tmp_path / f"{head[1]}.py").write_text(block)
+                names.add(head[1])
     monkeypatch.chdir(tmp_path)  # where there are no runs yet
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("given", sorted(set(training_commands())), ids=" ".join)
+def test_commands_that_train_are_not_refused(given: tuple[str, ...]) -> None:
     for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs():  # one, unless it sweeps
         resolve(*job)
+
+
+def test_no_command_of_a_snippet_is_left_out() -> None:
+    """The first line of each snippet is a command that composes: also those with modules of the user's own."""
+    heads = [block.splitlines()[0] for page in PAGES for language, block in FENCE.findall(text(page)) if language]
+    heads = [head for head in heads if ".py: make train" in head]
+    known = str(sorted(set(training_commands())))
+    assert len(heads) > 15 and all(re.search(r"[=,](my_\w+:\w+)", head)[1] in known for head in heads)  # pyright: ignore
+
+
+def snippet_heads() -> list[Any]:
+    blocks = [block for page in PAGES for language, block in FENCE.findall(text(page)) if language == "python"]
+    return [pytest.param(heads_of(block), id=block.partition(":")[0]) for block in blocks]
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[tuple[object, ...], Any]:
+    return {}
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("heads", snippet_heads())
+def test_every_snippet_has_a_form_that_runs_on_a_laptop(
+    heads: list[str], tokenizers: dict[tuple[object, ...], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a model that is made here, which has the chat template that the agent needs."""
+
+    def tokenizer(config: Config) -> Any:
+        key = (config.data.generated, config.seed, config.data.num_train)
+        if key not in tokenizers:
+            tokenizers[key] = load(config)
+        return tokenizers[key]
+
+    load = preview._tokenizer  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(preview, "_tokenizer", tokenizer)
+    given = training(shlex.split(heads[-1].partition(": ")[2]))
+    assert given is not None and "..." not in str(given)
+    ((config, *_),) = [(resolve(*job),) for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs()]
+    assert config.model.kind is ModelKind.tiny
+    assert preview.check_agent_loop(config) is None
+    assert "not looked at" not in (preview.chat_template_of_sessions(config) or "")
 
 
 @each_page
@@ -216,6 +296,12 @@ def importable(name: str) -> object | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
+
+
+def test_every_recipe_is_named_where_a_user_chooses_one() -> None:
+    recipes = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
+    for page in (README, ROOT / "docs" / "configuration.md"):
+        assert recipes <= set(re.findall(r"`(\w+)`", text(page))), page
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------
@@ -240,7 +326,7 @@ def snippets() -> Iterator[Any]:
     for page in PAGES:
         for language, block in FENCE.findall(text(page)):
             if language == "python":
-                head = re.match(r'# (\w+)\.py: make train ARGS="([\w.]+)=(\1:\w+)[ "]', block)
+                head = re.match(r'# (\w+)\.py: make train ARGS="([\w.]+)=(?:\[jsonl,)?(\1:\w+)[] "]', block)
                 assert head is not None, f"{page.name}: {block.splitlines()[0]}"
                 yield pytest.param(head[2], head[3], block, id=f"{page.name} {head[3]}")
 
@@ -273,7 +359,7 @@ def try_agent_loop(path: str) -> None:
     """The policy calls the tool that it is shown, if it is, and then says 5."""
     policy = Policy(lambda text, _: CALL if '"power"' in text and "<tool_response>" not in text else "5")
     loop = load_agent_loop(path, policy.tokenizer)
-    tools = loop.prompt_tools if isinstance(loop, ShowsTools) else ()
+    tools = getattr(loop, "prompt_tools", None) or ()
     row = Row(question="5?", ground_truth="5")
     (prompt,) = encode(policy.tokenizer, [row], "{question}", bool(tools), 999, tools)
     sampling = SamplingParams(max_tokens=200)
@@ -298,7 +384,22 @@ def try_loader(path: str) -> None:
     assert [row.ground_truth for row in rows] == ["1", "2", "3"]
 
 
+def try_sink(path: str) -> None:
+    """MLflow itself is no package of the tests: these are its functions that the page calls."""
+    told: list[Any] = []
+    fake = ModuleType("mlflow")
+    for name in ("start_run", "log_metrics", "end_run"):
+        setattr(fake, name, lambda *args, name=name, **named: told.append((name, *args, *named.values())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mlflow", fake)
+        sink = UserSink(path, Path("runs/a"))
+        sink.log(3, {"critic/rewards/mean": 0.5})
+        sink.close(1)
+    assert told == [("start_run", "a"), ("log_metrics", {"critic/rewards/mean": 0.5}, 3), ("end_run", "FAILED")]
+
+
 TRY = {
+    "tracking.sinks": try_sink,
     "rollout.reward": try_reward,
     "rollout.agent": try_agent,
     "rollout.agent_loop": try_agent_loop,
@@ -325,6 +426,16 @@ def test_code_runs_as_the_config_would_load_it(
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_grafana_dashboard_is_fresh_and_asks_for_every_metric() -> None:
+    dashboard = grafana_json()
+    assert GRAFANA_FILE.read_text() == dashboard, "run `make docs`"
+    panels = [panel for panel in json.loads(dashboard)["panels"] if panel["type"] != "row"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) == len(set(queries)) > len(metric_list())
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    assert len(places) == len(panels), "two charts lie in one place"
+
+
 @pytest.mark.parametrize("page", TABLES, ids=lambda page: page.name)
 def test_the_tables_of_keys_are_fresh(page: Path) -> None:
     assert text(page) == fresh(page, TABLES[page]()), "run `make docs`"
@@ -338,4 +449,9 @@ def test_what_the_table_of_equivalents_calls_ours_is_ours() -> None:
 
 
 def test_the_readme_is_read_in_one_sitting() -> None:
-    assert len(text(README).splitlines()) <= 250
+    assert len(text(README).splitlines()) <= 260
+
+
+def test_the_page_on_algorithms_names_every_field_of_a_losss_tokens() -> None:
+    page = Path("docs/algorithms.md").read_text(encoding="utf-8")
+    assert [name for name in LossTokens.__dataclass_fields__ if f"`{name}`" not in page] == []

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its adapter: a file as PEFT reads it, beside the model's config."""
+"""The description of a checkpoint's adapter: a file as PEFT reads it, beside the model's config."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ PEFT_ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """Example: SavedAdapter(LoraConfig(rank=8), base="Qwen/Qwen3-0.6B")"""
+    """The adapter that a checkpoint holds.
+
+    Example: SavedAdapter(LoraConfig(rank=8), base="Qwen/Qwen3-0.6B")
+    """
 
     lora: LoraConfig
     base: str
@@ -22,7 +25,7 @@ class SavedAdapter:
 
 
 def adapter_json(lora: LoraConfig, base: str) -> bytes:
-    """Return the content of ADAPTER_FILE. `base`: folder, be it relative to here, or hub name."""
+    """Return the content of ADAPTER_FILE. `base` is a folder, which may be relative, or a hub name."""
     folder = Path(base).expanduser()
     content = {
         "peft_type": "LORA",

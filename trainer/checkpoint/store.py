@@ -1,7 +1,8 @@
 """Checkpoints on disk: each a folder that is complete or does not count.
 
     checkpoints/step_000020/    written as .step_000020.<nonce>, flushed to the disk, then renamed
-        train/                  sharded state of the train workers (torch.distributed.checkpoint)
+        train/                  sharded state of the train workers (torch.distributed.checkpoint): .metadata names
+                                every shard, and a checkpoint that lacks one of them is none
         model/                  config and tokenizer of the policy
         rollouts.bin ...        snapshots of the other parts
         COMPLETE.json           the marker, written and renamed last: size and checksum of every file
@@ -11,7 +12,9 @@ A checkpoint is removed marker first. So a crash at any moment leaves each check
 
 import asyncio
 import json
+import logging
 import os
+import pickle
 import re
 import shutil
 import uuid
@@ -21,13 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.checkpoint import MARKER
+from configs.checkpoint import CHECKPOINTS, MARKER
 
+logger = logging.getLogger(__name__)
 TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
+METADATA = ".metadata"
+"""File of TRAIN_FOLDER that rank 0 writes when all ranks have written: a pickle that says what lies in which shard."""
 CHUNK = 2**22
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-"""What reading raises where there is no file of that name. Other errors are the file system's, and may pass."""
+"""The errors of reading where there is no file of that name. Other errors are the file system's, and may pass."""
 _COMPLETE_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE_NAME = re.compile(r"\.step_\d{6,}\.[0-9a-f]{8}")
 
@@ -49,7 +55,7 @@ class Checkpoint:
 
     path: Path
     global_steps: int
-    """Optimizer steps taken."""
+    """The number of steps taken."""
     nbytes: int
     """Size of all files but the marker."""
 
@@ -103,7 +109,11 @@ class CheckpointStore:
         return aside
 
     def seal(self, aside: Path, global_steps: int, files: Mapping[str, bytes]) -> bytes:
-        """Add `files` (by relative path) and flush everything to the disk. Return the marker. This is the slow part."""
+        """Add `files` (by relative path) and flush everything to the disk. Return the marker. This is the slow part.
+
+        Raises CheckpointError where the train workers' part is not whole on this machine, whatever they believe.
+        """
+        _refuse_partial(aside / TRAIN_FOLDER)
         for name, data in files.items():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).write_bytes(data)
@@ -120,7 +130,7 @@ class CheckpointStore:
         if path.exists():
             self._remove(path)
         aside.rename(path)
-        sync(self.folder)
+        sync(self.folder)  # a rename is on the disk once its folder is
         marker_aside = path / f".{MARKER}"
         marker_aside.write_bytes(marker)
         sync(marker_aside)
@@ -137,7 +147,7 @@ class CheckpointStore:
         marked = [path for path in folders if (path / MARKER).is_file() and path != newest.path]
         kept = {newest.path, *marked[: keep_last - 1]}
         for path in folders:
-            is_for_good = keep_every is not None and _steps_of(path) % keep_every == 0 and path in marked
+            is_for_good = keep_every is not None and _step_number(path) % keep_every == 0 and path in marked
             if path not in kept and not is_for_good:
                 self._remove(path)
 
@@ -155,7 +165,7 @@ class CheckpointStore:
     def set_aside_after(self, global_steps: int, move: Callable[[Path], None]) -> None:
         """Call `move` with the checkpoints of later steps, because the run continues from `global_steps`."""
         for path in self._entries():
-            if _steps_of(path) > global_steps:
+            if _step_number(path) > global_steps:
                 move(path)
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
@@ -163,19 +173,19 @@ class CheckpointStore:
 
         Raises UnreadableCheckpointError for one that the file system fails to read: it may be good.
         """
-        refused, found = [], None
+        refused, newest = [], None
         for path in self._entries():
             try:
-                found = verified(path)
+                newest = verified(path)
                 break
             except UnreadableCheckpointError:
                 raise
             except CheckpointError as error:
                 refused.append(error)
-        instead = "there is none before it" if found is None else f"{found.path} is taken instead"
+        instead = "there is none before it" if newest is None else f"{newest.path} is taken instead"
         for problem in refused:
             report(f"a checkpoint is refused: {problem}; {instead}")
-        return found
+        return newest
 
     def newest_saved(self) -> Path | None:
         """Return the newest whose save has ended, by its marker; whether it is good shows when it is read."""
@@ -186,10 +196,10 @@ class CheckpointStore:
         if not self.folder.is_dir():
             return []
         named = [path for path in self.folder.iterdir() if _COMPLETE_NAME.fullmatch(path.name)]
-        return sorted(named, key=_steps_of, reverse=True)
+        return sorted(named, key=_step_number, reverse=True)
 
     def _remove(self, path: Path) -> None:
-        if (path / MARKER).is_file():
+        if (path / MARKER).is_file():  # without its marker, what is left after a crash is no checkpoint
             (path / MARKER).unlink()
             sync(path)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -220,7 +230,44 @@ def verified(path: Path) -> Checkpoint:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
         except OSError as error:
             raise UnreadableCheckpointError(f"{file} cannot be read: {error}") from error
+    _refuse_partial(path / TRAIN_FOLDER)
     return _checkpoint(path, content)
+
+
+class _Plain:
+    """Stands for every class in METADATA: the driver does without torch, and runs no code that a file names."""
+
+    def __new__(cls, *args: object) -> "_Plain":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_Plain]:
+        return _Plain
+
+
+def _refuse_partial(train: Path) -> None:
+    """Raise CheckpointError unless the folder holds METADATA and all of every shard that it names."""
+    file = train / METADATA
+    try:
+        with file.open("rb") as stream:
+            entries = _Unpickler(stream).load().storage_data.values()
+        parts = [(entry.relative_path, entry.offset + entry.length) for entry in entries]
+    except NO_FILE:
+        raise CheckpointError(f"{train} has no {METADATA}: the train workers' state did not arrive there") from None
+    except OSError as error:
+        raise UnreadableCheckpointError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # a damaged pickle may raise any
+        raise CheckpointError(f"{file} is not what train workers write: {error!r}") from error
+    sizes = {path.name: path.stat().st_size for path in train.iterdir()}
+    if lacking := sorted({name for name, end in parts if sizes.get(name, -1) < end}):
+        raise CheckpointError(
+            f"{train} lacks {', '.join(lacking)}, or a part of it: {METADATA} says what belongs there"
+        )
 
 
 def _marker_text(content: dict[str, Any]) -> bytes:
@@ -233,6 +280,10 @@ def _parse_marker(data: bytes) -> dict[str, Any]:
     content = json.loads(data)["content"]
     if _marker_text(content) != data:
         raise ValueError("its checksum differs")
+    step, files = content["global_steps"], content["files"]
+    is_whole = isinstance(step, int) and step >= 0 and isinstance(files, dict)
+    if not is_whole or not all(re.fullmatch(r"\[\d+, \d+\]", json.dumps(entry)) for entry in files.values()):
+        raise ValueError("it does not say the step, and the size and checksum of each file")
     return content
 
 
@@ -240,7 +291,7 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
     return Checkpoint(path, content["global_steps"], sum(size for size, _ in content["files"].values()))
 
 
-def _steps_of(path: Path) -> int:
+def _step_number(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
@@ -251,3 +302,14 @@ def _checksum(path: Path) -> int:
         while chunk := file.read(CHUNK):
             value = zlib.crc32(chunk, value)
     return value
+
+
+def checkpoint_at(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest good one of that run folder. Raises CheckpointError."""
+    folder = path / CHECKPOINTS
+    if (path / MARKER).exists() or not folder.is_dir():
+        return verified(path)
+    newest = CheckpointStore(folder).newest_good(logger.warning)
+    if newest is None:
+        raise CheckpointError(f"{folder} holds no good checkpoint")
+    return newest

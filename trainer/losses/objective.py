@@ -1,5 +1,5 @@
 """The objective of an optimizer step: policy loss, off-policy correction, entropy bonus, KL to the reference, and the
-cross-entropy of tokens that the policy was given."""
+cross-entropy of demonstrations."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ from trainer.losses.importance import (
     importance_weights,
     is_kept,
     proximal_logprobs,
+    rejections,
     resolve,
     sequence_weights,
+    version_metrics,
 )
 from trainer.losses.policy import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, sums
 from trainer.metrics import Mean, Metric, Sum
@@ -33,20 +35,21 @@ class Share(NamedTuple):
     is_clipped: Tensor
     """[T] bool: the clip of the policy loss was active."""
     is_kept: Tensor
-    """[T] bool: neither rejected nor of an importance weight of 0."""
+    """[T] bool: the token is not rejected and its importance weight is not 0."""
 
 
 class Objective:
     """Sum of components, each over the tokens of a mini-batch that have a weight in it:
 
-        rl       loss_weight * (w * kept * L - entropy_coef * H)
+        rl       loss_weight * (w * kept * L - entropy_coef * H + kl_rollout_coef * (log pi / mu)^2)
         ref_kl   loss_weight * kl_loss_coef * KL(pi || pi_ref)
         ce       ce_weight * ce_coef * -log pi
 
     The weights of a component sum to 1 over an optimizer step, or to what its aggregation says, however many tokens
     have a weight in another. Tokens that the policy sampled have a loss_weight: rl and ref_kl are estimated from them.
     L is the policy loss, w the importance weight, and `kept` is 0 where the token is rejected. Both apply to the policy
-    loss only: entropy and KL are of all sampled tokens. A rejected token still counts in the means of loss_weight.
+    loss only: entropy and both KLs are of all sampled tokens. The squared log ratio to mu is Kimi K2.5's
+    (arXiv:2602.02276). A rejected token still counts in the means of loss_weight.
     Tokens of demonstrations, which nobody sampled, have a ce_weight.
 
     Example:
@@ -58,7 +61,8 @@ class Objective:
 
     def __init__(self, algorithm: AlgorithmConfig):
         self._algorithm = algorithm
-        self._correction = resolve(algorithm)
+        self._weights = resolve(algorithm).weights
+        self._rejections = rejections(algorithm)
         self._policy_loss = load_policy_loss(algorithm.loss)
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: MicroBatch, before: Tensor | None = None) -> Share:
@@ -80,9 +84,9 @@ class Objective:
         is_sampled = tokens.loss_weights != 0
         if is_sampled.any():
             index = torch.as_tensor(is_sampled, device=logprobs.device)
-            of_sampled = tokens.take(is_sampled.nonzero()[0]).renumbered()
+            sampled_tokens = tokens.take(is_sampled.nonzero()[0]).renumbered()
             share = self._of_sampled(
-                logprobs[index], entropy[index], of_sampled, None if before is None else before[index]
+                logprobs[index], entropy[index], sampled_tokens, None if before is None else before[index]
             )
             total, metrics = total + share.loss, metrics | share.metrics
             is_clipped[index], is_kept[index] = share.is_clipped, share.is_kept
@@ -94,26 +98,36 @@ class Objective:
         tokens = loss_tokens(logprobs, signals, algorithm, before)
         loss_weights = _as_tensor(signals.loss_weights, logprobs)
         losses, is_clipped = self._policy_loss(tokens, algorithm)
-        weights = importance_weights(tokens, self._correction.weights, algorithm)
+        weights = importance_weights(tokens, self._weights, algorithm)
         if algorithm.loss == "gmpo":
             weights = sequence_weights(weights, tokens)
-        kept = is_kept(tokens, self._correction)
+        kept = torch.ones_like(is_clipped)
+        for rejection in self._rejections:
+            kept &= is_kept(tokens, rejection)
         policy_loss = (losses * weights * kept * loss_weights).sum()
         total = policy_loss
         metrics: dict[str, Metric] = {"actor/pg_loss": Sum(policy_loss.item())}
         if algorithm.entropy_coef:
             total = total - algorithm.entropy_coef * (entropy * loss_weights).sum()
+        if algorithm.kl_rollout_coef:
+            kl_rollout = ((tokens.logprobs - tokens.rollout_logprobs).square() * loss_weights).sum()
+            total = total + algorithm.kl_rollout_coef * kl_rollout
+            metrics |= {"actor/kl_rollout_loss": Sum(kl_rollout.item())}
         if algorithm.kl_loss_coef:
             assert signals.reference_logprobs is not None
             reference_logprobs = _as_tensor(signals.reference_logprobs, logprobs)
             divergence = kl_estimate(logprobs, reference_logprobs, algorithm.kl_loss_estimator)
+            if algorithm.kl_loss_unbiased:
+                divergence = divergence * bounded_ratio(tokens)
             kl_loss = (divergence * loss_weights).sum()
             total = total + algorithm.kl_loss_coef * kl_loss
             metrics |= {"actor/kl_loss": Sum(kl_loss.item())}
         if tokens.num_sequences:
             metrics |= _token_means(tokens, is_clipped, entropy, weights)
             metrics |= gap_metrics(tokens, algorithm.importance_cap)
-            if self._correction.rejection is not None:
+            if algorithm.needs_old_versions:
+                metrics |= version_metrics(tokens, logprobs if before is None else before)
+            if self._rejections:
                 metrics |= _rejected(tokens, kept)
         return Share(total, metrics, is_clipped, kept & (weights != 0))
 
@@ -144,12 +158,13 @@ def loss_tokens(
     """Return a micro-batch's sampled tokens as tensors on the device of `logprobs`. `before`: see `Objective`."""
     device = logprobs.device
     rollout_logprobs = _as_tensor(tokens.rollout_logprobs, logprobs)
+    scored = None if tokens.old_logprobs is None else _as_tensor(tokens.old_logprobs, logprobs)
     steps_behind = torch.as_tensor(tokens.steps_behind, device=device)
     selected = torch.zeros_like(steps_behind) if tokens.selected is None else torch.as_tensor(tokens.selected)
     return LossTokens(
         logprobs=logprobs,
         old_logprobs=proximal_logprobs(
-            logprobs if before is None else before, rollout_logprobs, steps_behind, algorithm.proximal
+            logprobs if before is None else before, rollout_logprobs, steps_behind, algorithm.proximal, scored
         ),
         rollout_logprobs=rollout_logprobs,
         advantages=_as_tensor(tokens.advantages, logprobs),
@@ -161,7 +176,8 @@ def loss_tokens(
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate KL(pi || pi_ref) from the sampled tokens alone, [T] (J. Schulman, http://joschu.net/blog/kl-approx.html).
+    """Estimate KL(pi || pi_ref) from the sampled tokens alone, [T] (J. Schulman,
+    http://joschu.net/blog/kl-approx.html).
 
     With d = log pi - log pi_ref: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. For k3, d is clamped to +-20 and the
     estimate to at most 10, beyond which it has no gradient (verl's low_var_kl).
@@ -175,6 +191,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
         case KLEstimator.k3:
             difference = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             return ((-difference).exp() - 1 + difference).clamp(max=LARGEST_K3)
+
+
+def bounded_ratio(tokens: LossTokens) -> Tensor:
+    """[T] pi / mu with its gradient, which turns an estimate over pi's samples into one over mu's (DeepSeek-V3.2,
+    arXiv:2512.02556)."""
+    return (tokens.logprobs - tokens.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def _token_means(tokens: LossTokens, is_clipped: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Metric]:

@@ -8,6 +8,7 @@ Notation: pi is the policy that learns, pi_old the proximal policy, mu the polic
 ratio = pi / pi_old. sg() stops the gradient.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,9 +18,16 @@ from torch import Tensor
 from configs.schema import AlgorithmConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) is far beyond any clip; the limit only keeps ratios finite."""
+"""The limit of log ratios. exp(20) is far beyond any clip: the limit only keeps ratios finite."""
 GSPO_LIMIT = 10.0
 """Largest log ratio of a sequence in gspo, as in verl and SkyRL."""
+SAPO_TAU_POSITIVE, SAPO_TAU_NEGATIVE = 1.0, 1.05
+"""Temperatures of sapo's gate by the sign of the advantage, those of the paper. A little above 1 for bad tokens makes
+their gradient fade sooner, which is what keeps the training stable."""
+
+VESPO_K, VESPO_LAMBDA = (2.0, 3.0), (3.0, 2.0)
+"""Power and decay of vespo's weight, for good tokens and for bad ones: the paper's, as in its code and in TRL."""
+VESPO_LOWEST = math.log(1e-8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,28 +36,28 @@ class LossTokens:
     gradient."""
 
     logprobs: Tensor
-    """log pi."""
+    """The token's log pi."""
     old_logprobs: Tensor
-    """log pi_old."""
+    """The token's log pi_old."""
     rollout_logprobs: Tensor
-    """log mu."""
+    """The token's log mu."""
     advantages: Tensor
     sequences: Tensor
-    """int64, 0 .. num_sequences - 1: which sequence the token belongs to."""
+    """The sequence that each token belongs to: int64, 0 .. num_sequences - 1."""
     num_sequences: int
     staleness: Tensor
-    """int64: versions between the weights that sampled the token and those that it trains."""
+    """The versions between the weights that sampled the token and those that it trains, int64."""
     selected: Tensor
-    """bool: tokens whose covariance stands out in the step (clip_cov and kl_cov; false for every other loss)."""
+    """The mask of tokens that stand out in the step (clip_cov, kl_cov and m2po; false for every other loss)."""
 
     @property
     def exact_log_ratio(self) -> Tensor:
-        """log pi / pi_old."""
+        """Return log pi / pi_old."""
         return self.logprobs - self.old_logprobs
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi / pi_old, within +-20."""
+        """Return log pi / pi_old, within +-20."""
         return self.exact_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -86,7 +94,7 @@ def sapo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor
     L = -A (4 / tau) sigmoid(tau (ratio - 1)); at ratio = 1 its gradient is -A, as without a gate.
     """
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
-    tau = torch.full_like(ratio, algorithm.sapo_tau_negative).masked_fill(advantages > 0, algorithm.sapo_tau_positive)
+    tau = torch.full_like(ratio, SAPO_TAU_NEGATIVE).masked_fill(advantages > 0, SAPO_TAU_POSITIVE)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), _none(tokens)
 
 
@@ -108,8 +116,8 @@ def dppo_kl(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Ten
     above clip_ratio_low and pi < pi_old (A <= 0).
     """
     new, old = tokens.logprobs.detach().exp(), tokens.old_logprobs.exp()
-    others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
-    divergence = old * (tokens.old_logprobs - tokens.logprobs.detach()) + (1 - old) * others
+    other_tokens = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+    divergence = old * (tokens.old_logprobs - tokens.logprobs.detach()) + (1 - old) * other_tokens
     is_held = torch.where(
         tokens.advantages > 0,
         (divergence > algorithm.clip_ratio_high) & (new > old),
@@ -134,6 +142,12 @@ def kl_cov(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tens
     log_ratio = tokens.log_ratio
     loss = -tokens.advantages * log_ratio.exp()
     return loss + algorithm.kl_cov_coef * log_ratio.abs() * tokens.selected, _none(tokens)
+
+
+def m2po(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """M2PO (arXiv:2510.01161): L = -A ratio, and 0 for tokens that `m2po_outliers` selects. A limit on the second
+    moment of the whole batch, in place of a clip of each token, leaves out few tokens however stale they are."""
+    return (-tokens.advantages * tokens.log_ratio.exp()).masked_fill(tokens.selected, 0), tokens.selected
 
 
 # -- losses of whole sequences, one value for each of their tokens -----------------------------------------------------
@@ -170,6 +184,31 @@ def gmpo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor
     return -_sequence_means(tokens.advantages, tokens) * ratio, is_clipped
 
 
+def luspo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """LUSPO (arXiv:2602.05261): gspo, with the loss of a sequence multiplied by its length.
+
+    That is gspo's loss of a token, added up over the tokens of a trajectory and not averaged: its aggregation is
+    seq_mean_token_sum, and the clip is gspo's.
+    """
+    return gspo(tokens, algorithm)
+
+
+def vespo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """VESPO (arXiv:2602.10693): a gamma-shaped weight of the whole sequence's ratio, in place of a clip.
+
+    L = -A sg(phi(W)) log pi with phi(W) = W^k exp(lambda (1 - W)) and W = product of pi / mu over the sequence, within
+    [1e-8, exp(20)]; k = 2 and lambda = 3 where A >= 0, else 3 and 2. phi is 1 at W = 1 and 0 far from it. W covers the
+    whole way from mu, whatever pi_old, so that no correction's weights are left to apply.
+    """
+    log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_product = sums(log_ratio, tokens.sequences, tokens.num_sequences)
+    log_product = log_product.clamp(VESPO_LOWEST, LOG_RATIO_LIMIT)[tokens.sequences]
+    is_good = tokens.advantages >= 0
+    k, decay = (torch.where(is_good, *pair) for pair in (VESPO_K, VESPO_LAMBDA))
+    phi = (k * log_product - decay * log_product.expm1()).exp()
+    return -tokens.advantages * phi * tokens.logprobs, _none(tokens)
+
+
 # -- reductions over the tokens of each sequence: [T] values, [T] sequence numbers 0 .. K - 1 -> [K] -------------------
 
 
@@ -178,18 +217,13 @@ def sums(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
 
 
 def means(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    """Every sequence must have a token."""
+    """Return the mean of each sequence, which must have a token."""
     counts = sums(torch.ones_like(values), sequences, num_sequences)
     return sums(values, sequences, num_sequences) / counts
 
 
-def maxima(values: Tensor, sequences: Tensor, num_sequences: int) -> Tensor:
-    lowest = values.new_full((num_sequences,), -torch.inf)
-    return lowest.scatter_reduce(0, sequences, values, "amax")
-
-
 def _sequence_means(values: Tensor, tokens: LossTokens) -> Tensor:
-    """[T] -> [T]: the mean over the token's trajectory."""
+    """[T] -> [T]: the mean over the token's sequence."""
     return means(values, tokens.sequences, tokens.num_sequences)[tokens.sequences]
 
 

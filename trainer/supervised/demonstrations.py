@@ -1,20 +1,23 @@
-"""Demonstrations: which of them a step takes, and how they become its batch."""
+"""Demonstrations: conversations that are learned as they are, alone (`make sft`) or beside rollouts."""
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from configs.schema import Config
-from rollout.types import IntArray, TrajectoryGroup
+from rollout.types import IntArray, TrainBatch, TrajectoryGroup
 from trainer.batch import StepBatch, assemble
 from trainer.mini_batches import mini_batched
-from trainer.tokens import TokenSignals, given_tokens
+from trainer.tokens import TokenSignals, demonstration_tokens
+from trainer.worker.recovery import RecoveringWorkers
 
 
 class DemonstrationStream:
-    """Every demonstration of an epoch once, reshuffled every epoch. It has no state: which ones a step takes follows
-    from `global_steps`.
+    """A stream of demonstrations: each of them once in an epoch, reshuffled every epoch.
+
+    It has no state: `global_steps` alone decides which demonstrations a step takes. So a resumed run needs none of it.
 
     Example:
         stream = DemonstrationStream(groups, seed=0)
@@ -22,7 +25,7 @@ class DemonstrationStream:
     """
 
     def __init__(self, groups: Sequence[TrajectoryGroup], seed: int):
-        """`groups`: one for each demonstration, of one trajectory; at least one."""
+        """`groups` are one group of one trajectory for each demonstration, at least one."""
         self._groups = groups
         self._seed = seed
         self._epoch = -1
@@ -36,10 +39,11 @@ class DemonstrationStream:
         return [self._at(number) for number in range(global_steps * size, (global_steps + 1) * size)]
 
     def checksum(self) -> int:
-        """Of everything that decides which tokens a step learns: the seed, and the demonstrations in order."""
+        """Return a checksum of all that decides which tokens a step learns: the seed, and the demonstrations in
+        order."""
         value = zlib.crc32(f"{self._seed}/{len(self._groups)}".encode())
         for group in self._groups:
-            for sequence in (sequence for one in group.trajectories for sequence in one.sequences):
+            for sequence in (sequence for trajectory in group.trajectories for sequence in trajectory.sequences):
                 value = zlib.crc32(sequence.token_ids.tobytes(), value)
                 value = zlib.crc32(sequence.loss_mask.tobytes(), value)
         return value
@@ -52,31 +56,74 @@ class DemonstrationStream:
         return self._groups[self._order[place]]
 
 
+class DemonstrationSource:
+    """The groups of a supervised run (`trainer.ports.GroupSource`): every step takes the next `size` demonstrations."""
+
+    def __init__(self, stream: DemonstrationStream, size: int):
+        self._stream = stream
+        self._size = size
+        self._num_taken = 0
+
+    @property
+    def ready(self) -> Sequence[TrajectoryGroup]:
+        return ()
+
+    async def next_batch(self, global_steps: int) -> TrainBatch:
+        self._num_taken = (global_steps + 1) * self._size
+        return TrainBatch(groups=tuple(self._stream.batch(global_steps, self._size)), masked_tokens=0)
+
+    async def advance(self, global_steps: int) -> None:
+        """Do nothing: no slot is held, because nothing is sampled."""
+
+    def gauges(self) -> dict[str, float]:
+        return {"sft/epoch": self._num_taken / len(self._stream)}
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The loss of held-out demonstrations."""
+
+    loss: float
+    """The mean cross-entropy of their tokens, in nats."""
+    num_tokens: int
+    versions: tuple[int]
+    """The `global_steps` of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validator:
+    """Measures the loss of held-out demonstrations on the train workers (`trainer.ports.Evaluate`)."""
+
+    workers: RecoveringWorkers
+    groups: Sequence[TrajectoryGroup]
+    config: Config
+
+    async def evaluate(self) -> Validation:
+        trainer = self.config.trainer
+        batch = assemble(
+            self.groups,
+            demonstration_tokens(self.groups),
+            layout=trainer.layout,
+            num_ranks=trainer.data_parallel,
+            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+            keep_idle=False,
+        )
+        logprobs = await self.workers.logprobs(batch)
+        return Validation(float(-logprobs.mean(dtype="float64")), batch.num_tokens, (self.workers.global_steps,))
+
+
 def supervised_batch(groups: Sequence[TrajectoryGroup], config: Config, global_steps: int) -> StepBatch:
     """Build the micro-batches of a step on demonstrations alone."""
-    return mini_batched(groups, given_tokens(groups), config, global_steps)
+    return mini_batched(groups, demonstration_tokens(groups), config, global_steps)
 
 
 def beside(
-    sampled: Sequence[TrajectoryGroup], tokens: TokenSignals, given: Sequence[TrajectoryGroup]
+    sampled: Sequence[TrajectoryGroup], tokens: TokenSignals, learned: Sequence[TrajectoryGroup]
 ) -> tuple[list[TrajectoryGroup], TokenSignals]:
     """Return the groups that the policy sampled and then the demonstrations, as one step, and their tokens.
 
     Args:
-        tokens: of `sampled`.
+        tokens: the loss tokens of `sampled`.
     """
     num_trajectories = sum(len(group.trajectories) for group in sampled)
-    return [*sampled, *given], tokens.followed_by(given_tokens(given), num_trajectories)
-
-
-def validation_batch(groups: Sequence[TrajectoryGroup], config: Config) -> StepBatch:
-    """Build the micro-batches in which the loss of demonstrations is measured."""
-    trainer = config.trainer
-    return assemble(
-        groups,
-        given_tokens(groups),
-        layout=trainer.layout,
-        num_ranks=trainer.num_ranks,
-        tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-        keep_idle=False,
-    )
+    return [*sampled, *learned], tokens.followed_by(demonstration_tokens(learned), num_trajectories)

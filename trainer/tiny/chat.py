@@ -46,8 +46,8 @@ _ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?)<\|im_end\|>", re.DOTA
 
 
 def turns(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, ...]:
-    """The texts of a conversation that ends with the assistant: by turns what the assistant reads and what it says,
-    without the tokens that end its turns.
+    """Return the texts of a conversation that ends with the assistant: by turns what the assistant reads and what it
+    says, without the tokens that end its turns.
 
     Example: turns([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]) ==
         ("<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\n", "4")
@@ -59,7 +59,7 @@ def turns(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = 
 
 @cache
 def _template() -> Template:
-    """TEMPLATE as transformers renders it, without what that costs for each of thousands of conversations."""
+    """Compile TEMPLATE as transformers renders it, without what that costs for each of thousands of conversations."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     return environment.from_string(TEMPLATE)

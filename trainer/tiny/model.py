@@ -1,9 +1,11 @@
 """Tiny models: a byte-level tokenizer of its own corpus and a Qwen3 of 0.2 to a few million parameters, built in a
 second.
 
-The architecture is plain `Qwen3ForCausalLM`, so that transformers, FSDP2 and vLLM load the folder as any other.
+The architecture is plain `Qwen3ForCausalLM`, or `Qwen3MoeForCausalLM` where there are experts, so that transformers,
+FSDP2 and vLLM load the folder as any other.
 """
 
+import os
 import re
 import shutil
 import uuid
@@ -16,7 +18,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AddedToken,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trainer.tiny import chat
 
@@ -32,6 +42,7 @@ CHAT_VOCAB_SIZE = 1024
 CHAT_CORPUS = 2000
 """Conversations that a chat tokenizer is trained on at most: their texts are long, and repeat themselves soon."""
 VOCAB_MULTIPLE = 64
+EXPERTS_PER_TOKEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +51,12 @@ class ModelSize:
 
     hidden_size: int = 64
     num_layers: int = 2
+    num_experts: int = 0
+    """Experts of each layer, 0 in a dense model. The two of a token are together as wide as a dense layer."""
 
 
 TINY = ModelSize()
+TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
 
 def build_tokenizer(corpus: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
@@ -55,7 +69,8 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreT
 
 
 def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
-    """As `build_tokenizer`, with the template and control tokens of `trainer.tiny.chat`, and at most 1024 tokens.
+    """Train a tokenizer as `build_tokenizer` does, with the template and control tokens of `trainer.tiny.chat`, and at
+    most 1024 tokens.
 
     Between digits and control tokens, whatever the corpus repeats is one token, however long it is: the description of
     a tool, or the frame of a call. A turn ends with the end of sequence.
@@ -73,7 +88,7 @@ def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 def _trained(
     corpus: Iterable[str], special_tokens: tuple[str, ...], vocab_size: int, *, splits_words: bool
 ) -> PreTrainedTokenizerFast:
-    """`special_tokens`: first those of SPECIAL_IDS, in their order."""
+    """Train a BPE. `special_tokens` begin with those of SPECIAL_IDS, in their order."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -104,13 +119,13 @@ def _trained(
     )
 
 
-def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> Qwen3ForCausalLM:
+def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> TinyModel:
     """Build an untrained float32 Qwen3 with tied embeddings; `vocab_size` is rounded up to a multiple of 64.
 
     `seed` alone decides the weights; torch's global generator is unchanged. An `initializer_range` of 0.08 at a width
     of 64, 0.06 at 256, learns sooner than the usual 0.02.
     """
-    config = Qwen3Config(
+    shape: dict[str, Any] = dict(
         vocab_size=-(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         hidden_size=size.hidden_size,
         intermediate_size=4 * size.hidden_size,
@@ -126,9 +141,21 @@ def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> Qwen3ForC
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        if size.num_experts == 0:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape)).float()
+        else:
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts_of(size))).float()
     model.generation_config = GenerationConfig(**SPECIAL_IDS)
     return model
+
+
+def experts_of(size: ModelSize) -> dict[str, Any]:
+    return {
+        "num_experts": size.num_experts,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": 4 * size.hidden_size // EXPERTS_PER_TOKEN,
+        "norm_topk_prob": True,  # as in all Qwen3 mixtures, and unlike the default
+    }
 
 
 def save_tiny_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, size: ModelSize = TINY) -> None:
@@ -136,7 +163,7 @@ def save_tiny_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: i
     write_model_directory(directory, build_model(len(tokenizer), seed, size), tokenizer)
 
 
-def write_model_directory(directory: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def write_model_directory(directory: Path, model: TinyModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write config, safetensors, generation config and tokenizer into `directory`, completely or not at all.
 
     Raises:
@@ -145,6 +172,21 @@ def write_model_directory(directory: Path, model: Qwen3ForCausalLM, tokenizer: P
     with new_directory(directory) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+
+
+def keep_model(source: Path, directory: Path) -> Path:
+    """Give the files of a model another folder, as hard links or, on another file system, as copies. Return the
+    folder."""
+
+    def link(name: str, other: str) -> None:
+        try:
+            os.link(name, other)
+        except OSError:
+            shutil.copy2(name, other)
+
+    with new_directory(directory) as aside:
+        shutil.copytree(source, aside, copy_function=link, dirs_exist_ok=True)
+    return directory
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from trainer.tiny import chat
 from trainer.tiny import model as tiny_model
@@ -37,7 +37,7 @@ Example = tuple[list[int], list[bool]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSpec:
-    """How to warm a model up.
+    """The settings of a warm-up.
 
     Example: WarmupSpec(seed=0)
     """
@@ -48,11 +48,11 @@ class WarmupSpec:
     batch_size: int = 16
     """Demonstrations per optimizer step."""
     is_chat: bool = False
-    """Whether the demonstrations are `turns` of conversations: the tokenizer then has their chat template."""
+    """True if the demonstrations are `turns` of conversations: the tokenizer then has their chat template."""
     vocab_size: int = tiny_model.VOCAB_SIZE
-    """Of the tokenizer of other demonstrations, at most."""
+    """The largest vocabulary of the tokenizer of other demonstrations."""
     has_eos: bool = True
-    """Whether what the model says ends with eos. It does not where a stop string ends every turn."""
+    """True if the model ends what it says with eos. It does not where a stop string ends every turn."""
 
     @property
     def lr(self) -> float:
@@ -109,16 +109,16 @@ def tokenized_examples(
 
 def _example(texts: Sequence[list[int]], end: list[int]) -> Example:
     token_ids: list[int] = []
-    is_said: list[bool] = []
+    is_target: list[bool] = []
     for number, ids in enumerate(texts):
-        said = number % 2 == 1
-        token_ids += [*ids, *end] if said else ids
-        is_said += [said] * (len(token_ids) - len(is_said))
-    return token_ids, is_said
+        by_model = number % 2 == 1
+        token_ids += [*ids, *end] if by_model else ids
+        is_target += [by_model] * (len(token_ids) - len(is_target))
+    return token_ids, is_target
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, examples: Sequence[Example], *, batch_size: int, lr: float
+    model: tiny_model.TinyModel, examples: Sequence[Example], *, batch_size: int, lr: float
 ) -> Iterator[tuple[int, float]]:
     """Train `model` in place by cross-entropy on what it should say. Yield (steps done, loss) after every step.
 
@@ -142,14 +142,14 @@ def warm_up(
         yield step + 1, loss.item()
 
 
-def _said_loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
+def _said_loss(model: tiny_model.TinyModel, batch: Sequence[Example]) -> torch.Tensor:
     """Return the mean cross-entropy over all tokens of the batch that the model should say.
 
     Padding is on the right, so that no real token attends to it, and no attention mask is needed.
     """
     texts = [torch.tensor(token_ids) for token_ids, _ in batch]
     input_ids = pad_sequence(texts, batch_first=True, padding_value=tiny_model.PAD_TOKEN_ID)  # [B, T]
-    is_said = pad_sequence([torch.tensor(said) for _, said in batch], batch_first=True)  # [B, T]
+    is_target = pad_sequence([torch.tensor(is_target) for _, is_target in batch], batch_first=True)  # [B, T]
     hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, T, H]
-    logits = model.lm_head(hidden[:, :-1][is_said[:, 1:]])  # [tokens said, V]: a position predicts the next one
-    return F.cross_entropy(logits, input_ids[is_said])
+    logits = model.lm_head(hidden[:, :-1][is_target[:, 1:]])  # [tokens said, V]: a position predicts the next one
+    return F.cross_entropy(logits, input_ids[is_target])

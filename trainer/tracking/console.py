@@ -6,9 +6,9 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console as Target
 
@@ -16,53 +16,7 @@ from trainer.tracking.live_console import LiveConsole, ReplicaView, formatter, i
 from trainer.tracking.progress import Progress, duration
 
 READER_IS_GONE = (errno.EPIPE, errno.EIO)
-"""Of a pipe and of a terminal. Other errors of writing may pass."""
-
-
-class Console(Protocol):
-    """The progress of a run, for a person."""
-
-    def stage(self, text: str) -> None:
-        """Show what the run does now, until the next stage."""
-        ...
-
-    def during(self, text: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Show what goes on beside the stage while the block runs. It yields what says how far that is."""
-        ...
-
-    def watch(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None:
-        """Show the replicas from now on. `replicas` is cheap, and may be called from another thread."""
-        ...
-
-    def resumed(self, global_steps: int, accuracies: Sequence[tuple[int, float]]) -> None:
-        """Go on from a checkpoint of `global_steps`, with the (global_steps, accuracy) of the evaluations before it."""
-        ...
-
-    def step(self, global_steps: int, metrics: Mapping[str, float]) -> None: ...
-
-    def evaluation(self, global_steps: int, accuracy: float) -> None:
-        """Show the held-out accuracy, in [0, 1], of the weights tagged `global_steps`."""
-        ...
-
-    def message(self, text: str) -> None:
-        """Show something worth keeping on the screen, for example a warning."""
-        ...
-
-    def end(self, state: str, text: str) -> None:
-        """Stop drawing. The last frame says `state`, such as "finished", and `text` comes below it."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def make_console(total_steps: int, run_dir: Path, plain: bool | None = None) -> Console:
-    """Return the plain console if `plain` is true, the live one if false; None decides by stdout being a terminal."""
-    if plain is None:
-        encoding = (sys.stdout.encoding or "").lower()
-        plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or not encoding.startswith("utf")
-    if plain:
-        return PlainConsole(total_steps, sys.stdout)
-    return LiveConsole(Progress(total_steps=total_steps), run_dir, Target())
+"""The errors of a pipe and of a terminal whose other end is gone. Other errors of writing may pass."""
 
 
 class PlainConsole:
@@ -75,34 +29,38 @@ class PlainConsole:
         self._stage = ""
 
     def stage(self, text: str) -> None:
+        """Show what the run does now, until the next stage."""
         if text != self._stage:
             self._stage = text
             self._timed(text)
 
     @contextmanager
     def during(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Show what goes on beside the stage while the block runs. Yields what says how far that is."""
         self._timed(text)
         activity = self._progress.begin(text)
         yield lambda detail: self._timed(f"{text}: {detail}")
         self._timed(f"{text}: done in {duration(self._progress.end(activity))}")
 
     def watch(self, replicas: Callable[[], Sequence[ReplicaView]]) -> None:
-        """Do nothing: what becomes of replicas is said in messages."""
+        """Show the replicas from now on, unless messages say what becomes of them. `replicas` is cheap, and may be
+        called from another thread."""
 
     def resumed(self, global_steps: int, accuracies: Sequence[tuple[int, float]]) -> None:
+        """Go on from a checkpoint of `global_steps`, with the (global_steps, accuracy) of the evaluations before it."""
         self._progress.continue_from(global_steps, accuracies)
 
     def step(self, global_steps: int, metrics: Mapping[str, float]) -> None:
         self._progress.take_step(global_steps)
         fields = (
             f"step {self._position(global_steps)}",
-            *(_supervised(metrics) if is_supervised(metrics) else self._of_rollouts(metrics)),
+            *(_supervised(metrics) if is_supervised(metrics) else self._rollout_fields(metrics)),
             f"{formatter(metrics)('timing_s/step', '.2f')} s",
             f"eta {duration(self._progress.remaining_s())}",
         )
         self.message("  ".join(fields))
 
-    def _of_rollouts(self, metrics: Mapping[str, float]) -> Iterator[str]:
+    def _rollout_fields(self, metrics: Mapping[str, float]) -> Iterator[str]:
         show, accuracies = formatter(metrics), self._progress.accuracies
         yield f"reward {show('critic/rewards/mean', '.2f')}"
         yield f"acc {f'{accuracies[-1][1]:.2f}' if accuracies else '-'}"
@@ -121,12 +79,14 @@ class PlainConsole:
         yield f"queue {show('rollout/ready_groups', '.0f')}+{show('rollout/inflight_groups', '.0f')}"
 
     def evaluation(self, global_steps: int, accuracy: float) -> None:
+        """Show the held-out accuracy, in [0, 1], of the weights tagged `global_steps`."""
         accuracies = self._progress.accuracies
         before = f" (was {accuracies[-1][1]:.3f})" if accuracies else ""
         accuracies.append((global_steps, accuracy))
         self.message(f"eval {self._position(global_steps)}  held-out accuracy {accuracy:.3f}{before}")
 
     def message(self, text: str) -> None:
+        """Show something worth keeping on the screen, for example a warning."""
         try:
             self._stream.write(text + "\n")
             self._stream.flush()
@@ -137,6 +97,7 @@ class PlainConsole:
                 os.close(null)
 
     def end(self, state: str, text: str) -> None:
+        """Stop drawing. The last frame says `state`, such as "finished", and `text` comes below it."""
         self.message(text)
 
     def close(self) -> None: ...
@@ -147,6 +108,20 @@ class PlainConsole:
     def _position(self, global_steps: int) -> str:
         total = self._progress.total_steps
         return f"{global_steps:>{len(str(total))}}/{total}"
+
+
+Console = PlainConsole | LiveConsole
+"""The progress of a run, for a person."""
+
+
+def make_console(total_steps: int, run_dir: Path, plain: bool | None = None) -> Console:
+    """Return the plain console if `plain` is true, the live one if false; None decides by stdout being a terminal."""
+    if plain is None:
+        encoding = (sys.stdout.encoding or "").lower()
+        plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or not encoding.startswith("utf")
+    if plain:
+        return PlainConsole(total_steps, sys.stdout)
+    return LiveConsole(Progress(total_steps=total_steps), run_dir, Target())
 
 
 def _supervised(metrics: Mapping[str, float]) -> Iterator[str]:

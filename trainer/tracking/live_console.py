@@ -20,30 +20,30 @@ from rich.text import Text
 from trainer.tracking.progress import Activity, Progress, duration
 
 WIDTH = 80
-"""Largest width of the panel, in columns."""
+"""The largest width of the panel, in columns."""
 FRAMES_PER_SECOND = 2
 """A frame takes some milliseconds of the driver's process."""
 SPARKLINE_WIDTH = 16
-"""How many of the latest rewards are drawn."""
+"""The number of the latest rewards that are drawn."""
 NAMED_REPLICAS = 3
-"""As many fit on a line with their states; more are counted by state."""
+"""The number of replicas that fit on a line with their states. If there are more, they are counted by state."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """What is shown of a replica."""
+    """The state of a replica, as it is shown."""
 
     name: str
     state: str
-    """Example: READY"""
+    """The name of the state, for example READY."""
     global_steps: int
     """Version of its weights; -1 before the first."""
     is_dead: bool = False
 
     @property
     def text(self) -> str:
-        """Example: READY v23"""
+        """The state and the version, for example "READY v23"."""
         return self.state if self.global_steps < 0 else f"{self.state} v{self.global_steps}"
 
 
@@ -144,7 +144,7 @@ class LiveConsole:
         return head
 
     def _activities(self) -> Table:
-        """What goes on, and for how long."""
+        """Return a table of what goes on, and for how long."""
         table = Table.grid(padding=(0, 2), expand=True)
         table.add_column(ratio=1, no_wrap=True)
         table.add_column(style="bold", no_wrap=True)
@@ -154,7 +154,7 @@ class LiveConsole:
         return table
 
     def _supervised(self) -> Table:
-        """The latest step of a supervised run."""
+        """Return a table of the latest step of a supervised run."""
         show, table = formatter(self._metrics), _in_pairs()
         table.add_row("loss", show("actor/ce_loss", ".4f"), "grad norm", show("actor/grad_norm", ".3f"))
         table.add_row("epoch", show("sft/epoch", ".2f"), "lr", show("actor/lr", ".2e"))
@@ -163,7 +163,7 @@ class LiveConsole:
         return table
 
     def _numbers(self) -> Group:
-        """The latest step."""
+        """Return tables of the latest step."""
         show, accuracies, table = formatter(self._metrics), self._progress.accuracies, _in_pairs()
         reward = Text(show("critic/rewards/mean", ".3f"))
         reward.append("  " + sparkline(self._rewards), style="green")
@@ -191,7 +191,7 @@ class LiveConsole:
 
 
 def _in_pairs() -> Table:
-    """A table of two columns of names, each with a column of values."""
+    """Return a table of two columns of names, each with a column of values."""
     table = Table.grid(padding=(0, 2), expand=True)
     for style, ratio in (("dim", None), ("bold", 1), ("dim", None), ("bold", 1)):
         table.add_column(style=style, ratio=ratio, no_wrap=True)
@@ -199,12 +199,12 @@ def _in_pairs() -> Table:
 
 
 def is_supervised(metrics: Mapping[str, float]) -> bool:
-    """Whether the step learned from conversations alone."""
+    """Return whether the step learned from conversations alone."""
     return "actor/ce_loss" in metrics and "critic/rewards/mean" not in metrics
 
 
 def replica_text(replicas: Sequence[ReplicaView]) -> str:
-    """The replicas by name or, if they are many, how many there are in each state. Of dead ones only their number."""
+    """Return the replicas by name or, if they are many, how many are in each state. Dead ones are only counted."""
     alive = [replica for replica in replicas if not replica.is_dead]
     if len(alive) <= NAMED_REPLICAS:
         parts = [f"{replica.name} {replica.text}" for replica in alive]

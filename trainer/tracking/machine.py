@@ -1,4 +1,4 @@
-"""What a run runs on: commit, versions and hardware of the driver's machine."""
+"""Describe what a run runs on: commit, versions and hardware of the driver's machine."""
 
 import os
 import platform
@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 
@@ -18,12 +19,12 @@ TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What cannot be found out is "unknown: why"."""
+    """The machine of a run. A fact that cannot be found out is "unknown: why"."""
 
     commit: str
-    """Of this checkout."""
+    """The commit of this checkout."""
     changed_files: int
-    """How many tracked files of the checkout differ from the commit; -1: unknown."""
+    """The number of tracked files of the checkout that differ from the commit, or -1 if unknown."""
     python: str
     system: str
     cpus: int
@@ -56,17 +57,26 @@ def _gpus() -> tuple[str, ...]:
 
 
 def packages() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
+
+
+def processor() -> str:
+    """Return the model of the processor, as Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def output(command: Sequence[str]) -> str:
-    """What a command writes; "unknown: why" where it cannot be run, takes too long or says that it failed."""
+    """Return the output of a command, or "unknown: why" if it cannot be run, takes too long or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

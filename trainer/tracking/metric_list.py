@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 SECTIONS = ("Learning", "Async", "Rollout", "Replicas", "Updates", "Trainer", "Agents")
-"""Of a dashboard, in their order."""
+"""The sections of a dashboard, in their order."""
 _PART = re.compile(r"<[^>]*>")
 
 
@@ -23,14 +23,14 @@ class MetricEntry:
     """
 
     heading: str
-    """Under which docs/metrics.md has it."""
+    """The heading of docs/metrics.md that has it."""
     name: str
     unit: str
     meaning: str
     when: str
-    """In which records it is; empty for those of every step, or of every evaluation."""
+    """The records that have it; empty if those of every step, or of every evaluation, have."""
     section: str
-    """One of SECTIONS."""
+    """The section, one of SECTIONS."""
     panel: str
     """Title of the chart that shows it beside the others of that section and title: a mean with its extremes."""
 
@@ -49,19 +49,19 @@ class MetricEntry:
 
 @cache
 def metric_list() -> tuple[MetricEntry, ...]:
-    """All entries, in the order of the table."""
+    """Return all entries, in the order of the table."""
     with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return tuple(MetricEntry(**row) for row in rows)
 
 
 def describe(key: str) -> MetricEntry | None:
-    """The entry of a recorded metric; None where it has none."""
+    """Return the entry of a recorded metric, or None if it has none."""
     return next((entry for entry in metric_list() if entry.matches(key)), None)
 
 
 def panels(section: str) -> dict[str, list[MetricEntry]]:
-    """The charts of a section: title -> its metrics."""
+    """Return the charts of a section: the metrics of each title."""
     charts: dict[str, list[MetricEntry]] = {}
     for entry in metric_list():
         if entry.section == section:

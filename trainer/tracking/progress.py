@@ -1,5 +1,4 @@
-"""How far a run is: what goes on and since when, its steps and their pace, its accuracies. What consoles show of it is
-theirs."""
+"""Keep how far a run is: what goes on and since when, its steps and their pace, its accuracies. Consoles show it."""
 
 import time
 from collections import deque
@@ -16,18 +15,20 @@ class Activity:
 
     text: str
     since: float
-    """On the clock of its `Progress`."""
+    """The time at which it began, on the clock of its `Progress`."""
     detail: str = ""
-    """How far it is, in its own words."""
+    """The state of it, in its own words."""
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Example:
-    progress = Progress(total_steps=60)
-    activity = progress.begin("loading vLLM")
-    progress.take_step(1)
-    progress.remaining_s()
+    """The progress of a run, without how it is shown.
+
+    Example:
+        progress = Progress(total_steps=60)
+        activity = progress.begin("loading vLLM")
+        progress.take_step(1)
+        progress.remaining_s()
     """
 
     total_steps: int
@@ -35,9 +36,9 @@ class Progress:
     global_steps: int = 0
     """Optimizer steps taken."""
     accuracies: list[tuple[int, float]] = field(default_factory=list)
-    """(global_steps, held-out accuracy in [0, 1]) of every evaluation, those before a resume included."""
+    """Pairs of (global_steps, held-out accuracy in [0, 1]) for every evaluation, those before a resume included."""
     activities: list[Activity] = field(default_factory=list)
-    """What goes on now, oldest first."""
+    """The activities that go on now, the oldest first."""
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -67,7 +68,7 @@ class Progress:
         self.accuracies = list(accuracies)
 
     def remaining_s(self) -> float | None:
-        """Seconds until the last step at the pace of the latest ones; None before there are two."""
+        """Return the seconds until the last step at the pace of the latest ones, or None before there are two."""
         if len(self._latest) < 2:
             return None
         (first, began), (last, ended) = self._latest[0], self._latest[-1]
@@ -76,7 +77,7 @@ class Progress:
 
 
 def duration(seconds: float | None) -> str:
-    """Example: duration(83.4) == "1:23" and duration(3700) == "1:01:40"; "-" for None."""
+    """Return seconds as a clock shows them: 83.4 is "1:23", 3700 is "1:01:40", and None is "-"."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

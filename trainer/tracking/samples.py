@@ -1,4 +1,4 @@
-"""What sinks show of the trajectories of a step beside its metrics: histograms, and some trajectories as rows.
+"""Choose what sinks show of the trajectories of a step beside its metrics: histograms, and some trajectories as rows.
 
 It is small whatever the batch, because sinks may hold it for a while: see MAX_BINS and MAX_CHARACTERS.
 """
@@ -19,17 +19,21 @@ HISTOGRAMS = (REWARDS, RESPONSE_LENGTH, STALENESS)
 TRAJECTORIES_TABLE = "samples/trajectories"
 MAX_BINS = 64
 MAX_CHARACTERS = 4000
-"""Of a text in a row. The whole one is in the run folder."""
+"""The longest text in a row. The whole text is in the run folder."""
 CUT = " [...] "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Example: Histogram(counts=(12, 4), edges=(-0.5, 0.5, 1.5), total=4.0, total_squared=4.0)"""
+    """The distribution of some values.
+
+    Example: Histogram(counts=(12, 4), edges=(-0.5, 0.5, 1.5), total=4.0, total_squared=4.0)
+    """
 
     counts: tuple[int, ...]  # [N]
     edges: tuple[float, ...]
-    """[N + 1], ascending. Bin i has the values in [edges[i], edges[i + 1]), the last one also its end."""
+    """The edges of the bins, ascending, [N + 1]. Bin i has the values in [edges[i], edges[i + 1]), the last one also
+    its end."""
     total: float
     """Sum of the values."""
     total_squared: float
@@ -46,17 +50,17 @@ class TrajectoryRow:
     """Place in the prompt's group."""
     data_source: str
     reward: float
-    """What is learned from."""
+    """The reward that is learned from."""
     advantage: float
     response_tokens: int
     versions: str
-    """Which weights sampled which response tokens: "12: 0-40, 13: 40-88" in each sequence; these apart by " | "."""
+    """The weights that sampled the response tokens: "12: 0-40, 13: 40-88" for each sequence, separated by " | "."""
     staleness_max: int
-    """In versions, over its trained tokens; 0 where there are none."""
+    """The largest staleness of its trained tokens, in versions; 0 if there are none."""
     finish_reason: str
     replica: str
     error: str
-    """Why there is no reward; empty where there is one."""
+    """The reason why there is no reward; empty if there is one."""
     prompt: str
     response: str
     ground_truth: str
@@ -65,7 +69,7 @@ class TrajectoryRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSamples:
     histograms: dict[str, Histogram]
-    """By their names in HISTOGRAMS; without those of nothing."""
+    """The histograms by their names in HISTOGRAMS, without those of nothing."""
     rows: tuple[TrajectoryRow, ...]
 
 
@@ -77,42 +81,44 @@ class Sampler:
     """
 
     interval: int
-    """weight_sync.interval"""
+    """The value of weight_sync.interval."""
     num_rows: int
-    """At most."""
+    """The largest number of rows."""
 
     def take(
         self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
     ) -> StepSamples:
-        """Of the step that made the weights `global_steps`."""
+        """Take the samples of the step that made the weights `global_steps`."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
         values = {
-            REWARDS: np.array([one.shaped_reward for one in trajectories if one.is_scored], np.float64),
-            RESPONSE_LENGTH: np.array([one.num_tokens for one in trajectories], np.int64),
+            REWARDS: np.array(
+                [trajectory.shaped_reward for trajectory in trajectories if trajectory.is_scored], np.float64
+            ),
+            RESPONSE_LENGTH: np.array([trajectory.num_tokens for trajectory in trajectories], np.int64),
             STALENESS: self._staleness(sequences, global_steps),
         }
-        found = {name: histogram(of_name) for name, of_name in values.items()}
+        histograms = {name: histogram(array) for name, array in values.items()}
         return StepSamples(
-            histograms={name: one for name, one in found.items() if one is not None},
+            histograms={name: bins for name, bins in histograms.items() if bins is not None},
             rows=tuple(self._rows(global_steps, groups, advantages)),
         )
 
     def _staleness(self, sequences: Sequence[TokenSequence], global_steps: int) -> NDArray[np.int32]:
-        """[T] of all trained tokens."""
+        """Return the staleness of all trained tokens, [T]."""
         versions = join([sequence.token_versions()[sequence.loss_mask] for sequence in sequences], np.int32)
         return staleness(versions, global_steps - 1, self.interval)
 
     def _rows(
         self, global_steps: int, groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray]
     ) -> Iterator[TrajectoryRow]:
-        """Evenly spaced from the least to the most rewarded."""
+        """Yield rows of trajectories, evenly from the least to the most rewarded."""
         every = [
             (group.prompt, index, trajectory, float(advantage))
-            for group, of_group in zip(groups, advantages, strict=True)
-            for index, (trajectory, advantage) in enumerate(zip(group.trajectories, of_group, strict=True))
+            for group, group_advantages in zip(groups, advantages, strict=True)
+            for index, (trajectory, advantage) in enumerate(zip(group.trajectories, group_advantages, strict=True))
         ]
-        every.sort(key=lambda one: one[2].shaped_reward)
+        every.sort(key=lambda entry: entry[2].shaped_reward)
         chosen = np.linspace(0, len(every) - 1, min(self.num_rows, len(every))).round().astype(int)
         for place in chosen.tolist():
             yield self._row(global_steps, *every[place])
@@ -140,7 +146,8 @@ class Sampler:
 
 
 def histogram(values: NDArray[np.generic]) -> Histogram | None:
-    """Of at most MAX_BINS bins; whole numbers have bins of their own while these suffice. None of no finite value."""
+    """Return a histogram of at most MAX_BINS bins, or None without a finite value. Whole numbers have bins of their own
+    while these suffice."""
     numbers = values.astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
@@ -163,7 +170,7 @@ def _spans(sequence: TokenSequence) -> str:
 
 
 def _short(text: str) -> str:
-    """Half of a surrogate pair, which a sink cannot encode, is replaced."""
+    """Cut a text in its middle, and replace halves of surrogate pairs, which a sink cannot encode."""
     if len(text) > MAX_CHARACTERS:
         half = (MAX_CHARACTERS - len(CUT)) // 2
         text = text[:half] + CUT + text[-half:]

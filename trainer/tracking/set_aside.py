@@ -1,4 +1,4 @@
-"""Keeps what a run writes anew when it starts again in its folder: history is moved, never deleted."""
+"""Keep what a run writes anew when it starts again in its folder: history is moved, never deleted."""
 
 import time
 from itertools import count
@@ -11,8 +11,8 @@ SET_ASIDE = "set_aside"
 
 
 class SetAside:
-    """Where one process of a run puts what the processes before it left behind and it replaces. The folder is made
-    when something comes, and is of this process alone.
+    """The place where a process of a run puts what earlier processes left behind and it replaces. The folder is made
+    when the first file comes, and belongs to this process alone.
 
     Example:
         aside = SetAside(run_dir, 20)                   # the run goes on from step 20
@@ -27,13 +27,13 @@ class SetAside:
     def move(self, path: Path) -> None:
         """Move a file or folder of the run folder, if it is there. Raises OSError."""
         if path.exists() or path.is_symlink():
-            path.rename(self._place_of(path))
+            path.rename(self._aside_path(path))
 
     def write(self, path: Path, data: bytes) -> None:
         """Keep `data`, which is about to be cut from the file at `path`. Raises OSError."""
-        write_atomically(self._place_of(path), data)
+        write_atomically(self._aside_path(path), data)
 
-    def _place_of(self, path: Path) -> Path:
+    def _aside_path(self, path: Path) -> Path:
         if self._folder is None:
             self._folder = self._new_folder()
         place = self._folder / path.relative_to(self._run_dir)

@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from configs.runtime.dotted import find
+from configs.schema import SINK_PARAMETERS
 from trainer.tracking.samples import StepSamples
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class Sink(Protocol):
-    """One destination of metrics. Its calls raise OSError when it cannot take a record."""
+    """A destination of metrics. Its calls raise OSError when it cannot take a record."""
 
     @property
     def name(self) -> str: ...
@@ -65,6 +67,33 @@ class JsonlSink:
 
     def close(self, exit_code: int) -> None:
         """Do nothing: every line is written already."""
+
+
+class UserSink:
+    """A sink of the user's own class, made as `Class(run_dir)`, with `log(step, metrics)` and `close(exit_code)`.
+
+    Whatever it raises costs records, as with every sink, and never the run.
+    """
+
+    def __init__(self, path: str, run_dir: Path) -> None:
+        """Make the class that `path`, "module:Class", names. Raises what the class raises."""
+        self.name = path
+        self._sink = find("tracking.sinks", path, SINK_PARAMETERS)(run_dir)
+
+    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
+        with self._as_os_error():
+            self._sink.log(step, dict(metrics))
+
+    def close(self, exit_code: int) -> None:
+        with self._as_os_error():
+            self._sink.close(exit_code)
+
+    @contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def cut_metrics(path: Path, global_steps: int, keep: Callable[[Path, bytes], None]) -> list[dict[str, Any]]:
@@ -145,9 +174,12 @@ class Tracker:
     def __init__(self, sinks: Sequence[Sink], failed: FailedWrites | None = None) -> None:
         self._sinks = tuple(sinks)
         self.failed = failed or FailedWrites()
+        self.latest: dict[str, float] = {}
+        """The latest value of every metric that was logged, evaluations included."""
 
     def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
         """Record `metrics` and `samples` under `step`, the number of steps taken."""
+        self.latest |= metrics
         for sink in self._sinks:
             with self.failed.tolerated(sink.name):
                 sink.log(step, metrics, samples)

@@ -1,10 +1,10 @@
-"""Metrics of the trajectory groups of one step: rewards, lengths, staleness."""
+"""Compute the metrics of the trajectory groups of one step: rewards, lengths, staleness."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollout.types import FloatArray, Trajectory, TrajectoryGroup, staleness
+from rollout.types import UNKNOWN, FloatArray, TokenSequence, Trajectory, TrajectoryGroup, staleness
 from trainer.tokens import join
 
 
@@ -39,6 +39,8 @@ def group_metrics(
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
         **_teacher_metrics(groups),
+        **_kept_metrics(trajectories),
+        **_route_metrics(sequences),
         **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
         **{f"agent/{name}": mean for name, mean in _means([t.agent_metrics for t in trajectories])},
         **_staleness_metrics(trajectories, global_steps, interval),
@@ -50,14 +52,42 @@ def _teacher_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
     return {"teacher/score_s": float(np.mean(seconds))} if seconds else {}
 
 
+def _kept_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return how much truncated sampling left, of the sampled tokens; nothing where none was truncated."""
+    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
+    counts = [s.kept.counts[s.token_versions() >= 0] for s in sequences if s.kept is not None]
+    if not counts:
+        return {}
+    joined = join(counts, np.int32)
+    known = joined[joined > 0]
+    return {
+        "rollout/kept_tokens": float(known.mean()) if len(known) else 0.0,
+        "rollout/kept_tokens_max": float(known.max(initial=0)),
+        "rollout/unknown_kept": float(np.count_nonzero(joined == UNKNOWN)),
+    }
+
+
+def _route_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    """Return how many inputs go to the experts that the sampler chose, and the size of what says so; nothing where no
+    engine says."""
+    routed = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    if not routed:
+        return {}
+    num_inputs = sum(len(sequence.token_ids) - 1 for sequence in sequences)
+    return {
+        "rollout/routed_fraction": sum(int(routes.is_known.sum()) for routes in routed) / num_inputs,
+        "rollout/route_megabytes": sum(routes.experts.nbytes for routes in routed) / 1e6,
+    }
+
+
 def _means(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Each name with its mean over the trajectories that have it."""
+    """Return each name with its mean over the trajectories that have it."""
     names = {name for some in metrics for name in some}
     return [(name, float(np.mean([some[name] for some in metrics if name in some]))) for name in sorted(names)]
 
 
 def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, interval: int) -> dict[str, float]:
-    """Staleness over the tokens that are trained, 0 where there are none."""
+    """Return the staleness of the tokens that are trained, 0 if there are none."""
     sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     versions = join([sequence.token_versions()[sequence.loss_mask] for sequence in sequences], np.int32)
     values = staleness(versions, global_steps, interval) if len(versions) else np.zeros(1)
@@ -71,5 +101,5 @@ def _staleness_metrics(trajectories: Sequence[Trajectory], global_steps: int, in
 
 
 def is_spanning(trajectory: Trajectory) -> bool:
-    """Whether several versions sampled the trajectory's tokens."""
+    """Return whether several versions sampled the trajectory's tokens."""
     return len(trajectory.versions) > 1

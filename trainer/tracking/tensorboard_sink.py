@@ -28,7 +28,8 @@ class TensorboardSink:
     name = TENSORBOARD
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        """Raises ImportError where the package is missing. `first_step`: what earlier files have from it on is void."""
+        """Prepare to write. What earlier files have from `first_step` on is void. Raises ImportError if the package is
+        missing."""
         # Here, because only a run with this sink needs the package, and all of it, because a step should not wait.
         from tensorboard.compat.proto import event_pb2, histogram_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -51,7 +52,7 @@ class TensorboardSink:
         value = self._summary.Summary.Value
         values = [value(tag=tag, simple_value=number) for tag, number in metrics.items()]
         if samples is not None:
-            values += [value(tag=tag, histo=self._histo(one)) for tag, one in samples.histograms.items()]
+            values += [value(tag=tag, histo=self._histo(histogram)) for tag, histogram in samples.histograms.items()]
         summary = self._summary.Summary(value=values)
         events = [] if self._has_begun else list(self._beginning())
         events.append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
@@ -64,7 +65,7 @@ class TensorboardSink:
         yield self._event.Event(wall_time=time.time(), step=self._first_step, session_log=start)
 
     def _histo(self, histogram: Histogram) -> Any:
-        """TensorBoard's bins have only an upper edge, and the first one begins at `min`."""
+        """Return a histogram as TensorBoard has it: bins have only an upper edge, and the first begins at `min`."""
         return self._histogram.HistogramProto(
             min=histogram.edges[0],
             max=histogram.edges[-1],
@@ -76,7 +77,7 @@ class TensorboardSink:
         )
 
     def _framed(self, events: Sequence[Any]) -> bytes:
-        """As an event file has them: each with its length and checksums."""
+        """Return the events as an event file has them, each with its length and checksums."""
         framed = BytesIO()
         writer = self._make_writer(framed)
         for event in events:

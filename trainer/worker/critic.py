@@ -10,8 +10,8 @@ from configs.schema import Config
 from trainer.batch import MicroBatch
 from trainer.metrics import Mean, Metric, Sum
 from trainer.worker.attention.attention import ON_CPU, Attention
-from trainer.worker.loading import allocate, open_causal_lm
-from trainer.worker.model import decode, decoder_of, gradients_fit, prepared, shard
+from trainer.worker.loading import Opened, allocate
+from trainer.worker.model import decode, find_decoder, gradients_fit, prepared, shard
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.state import Trained
 
@@ -32,13 +32,13 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
 
     def forward(self, batch: MicroBatch, device: torch.device) -> Tensor:
-        """[T]: the value of the state in which each target was sampled."""
+        """Return [T] the value of the state in which each target was sampled."""
         states = decode(self.backbone, batch, device, self.attention)
-        return states.of_all(self.value_head(states.chosen).float().sum(-1))[0]
+        return states.gather_targets(self.value_head(states.chosen).float().sum(-1))[0]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """[T], [T]: the loss, and whether its clip was active (PPO as implemented, arXiv:2005.12729).
+    """Return [T] the loss, and [T] whether its clip was active (PPO as implemented, arXiv:2005.12729).
 
     L = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2. With one optimizer step per batch, V is V_old
     and the clip is never active.
@@ -49,17 +49,25 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
 
 
 class Critic:
-    """One rank's shard of the value model, with its optimizer."""
+    """The critic's shard of one rank, with its optimizer."""
 
-    def __init__(self, config: Config, model_path: str, mesh: DeviceMesh, device: torch.device, attention: Attention):
-        causal_lm, weights = open_causal_lm(model_path)
+    def __init__(
+        self,
+        config: Config,
+        model_path: str,
+        opened: Opened,
+        mesh: DeviceMesh,
+        device: torch.device,
+        attention: Attention,
+    ):
+        causal_lm, weights = opened
         causal_lm = prepared(causal_lm, model_path, config.trainer)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
-        self._model: Any = ValueModel(decoder_of(causal_lm), hidden_size, attention)
-        shard(self._model, mesh, getattr(torch, config.trainer.dtype.value))
+        self._model: Any = ValueModel(find_decoder(causal_lm), hidden_size, attention)
+        shard(self._model, mesh, getattr(torch, config.trainer.dtype.value), config.trainer.expert_parallel)
         allocate(self._model, device)
-        weights.read_into(causal_lm)  # all but the LM head, which has no memory
-        self._model.zero_head()
+        weights.read_into(causal_lm)  # all but the LM head, which stays on the meta device
+        self._model.zero_head()  # `allocate` gave it memory without values
         self._always_reduces = not gradients_fit(self._model, config.trainer.unsharded_gradients_mb)
         self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)
         self._clip = config.critic.value_clip

@@ -7,13 +7,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rollout.chat.generation_config import GENERATION_CONFIG
 from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, saved_adapter
 from trainer.checkpoint.store import Checkpoint, CheckpointError
 from trainer.tiny.model import new_directory
 from trainer.worker.checksum import base_checksum
-from trainer.worker.state import base_of, policy_weights
+from trainer.worker.config_files import CONFIG, exported_config
+from trainer.worker.state import policy_weights, read_base
 from weight_sync.adapter import PREFIX, factor_names, merged
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -39,10 +41,13 @@ def export_hf(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, base: st
             weights = _merged_weights(checkpoint, adapter, weights, base)
         model.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
         model.tie_weights()
+        model.generation_config = GenerationConfig()  # the model's own need not be one that transformers would write
         model.save_pretrained(aside)
-        for file in source.iterdir():
-            if file.name not in ("config.json", ADAPTER_FILE):
-                shutil.copy(file, aside)
+        (aside / GENERATION_CONFIG).unlink(missing_ok=True)
+        config = (source / CONFIG).read_bytes()
+        if json.loads(config).get("model_type") == model.config.model_type:  # else it is the text part of another
+            (aside / CONFIG).write_bytes(exported_config(config, str(dtype).removeprefix("torch.")))
+        shutil.copytree(source, aside, ignore=shutil.ignore_patterns(CONFIG, ADAPTER_FILE), dirs_exist_ok=True)
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> None:
@@ -63,9 +68,8 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> 
         named = {PREFIX + name: factor.to(dtype).contiguous() for name, factor in factors.items()}
         save_file(named, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         (aside / ADAPTER_FILE).write_text(json.dumps(config, indent=2) + "\n")
-        for file in checkpoint.model_folder.iterdir():
-            if file.name not in ("config.json", "generation_config.json", ADAPTER_FILE):  # the base has those
-                shutil.copy(file, aside)
+        of_the_base = shutil.ignore_patterns(CONFIG, GENERATION_CONFIG, ADAPTER_FILE)
+        shutil.copytree(checkpoint.model_folder, aside, ignore=of_the_base, dirs_exist_ok=True)
 
 
 def _merged_weights(
@@ -78,8 +82,8 @@ def _merged_weights(
     except (OSError, ValueError) as error:
         why = f"cannot be loaded: {error}; export_hf --base says where it lies"
         raise CheckpointError(f"{checkpoint.path} holds an adapter for {path}, which {why}") from error
-    if (found := base_checksum(model)) != (expected := base_of(checkpoint.train_folder)):
-        why = f"its weights have the checksum {found}, those that the adapter was trained on {expected}"
+    if (checksum := base_checksum(model)) != (expected := read_base(checkpoint.train_folder)):
+        why = f"its weights have the checksum {checksum}, those that the adapter was trained on {expected}"
         raise CheckpointError(f"{checkpoint.path} holds an adapter that is not for {path}: {why}")
     assert adapter.lora.rank is not None
     scale = adapter.lora.alpha / adapter.lora.rank

@@ -1,9 +1,8 @@
-"""From the last hidden states to logprobs: without logits where the model's head allows it, else by its own forward."""
+"""Logprobs from the last hidden states: without logits where the model's head allows it, else by its own forward."""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.worker.token_logprobs import LogitRule, token_logprobs
+from rollout.types import KeptTokens
+from trainer.worker.token_logprobs import LEFT_OUT, LeftOut, LogitRule, token_logprobs
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ MAX_LOGITS = 2**27
 """Largest number of logits that the model's own forward makes at once. More are made in chunks, and again in the
 backward pass."""
 SMALL, LARGE = 2.0**-14, 2.0**20
-"""Where a soft cap bends nothing, and everything."""
+"""Logits that a soft cap leaves as they are, and that it bends to the cap itself."""
 TOLERANCE = 1e-5
 
 
@@ -30,64 +30,92 @@ class LogprobHead:
     soft cap, logprobs come from `token_logprobs`. Anything else is computed by that forward, with all the logits.
 
     Example:
-        head = LogprobHead(causal_lm, decoder, temperature=1.0, entropy_has_gradient=False)
-        logprobs, entropy = head(type(outputs), outputs.last_hidden_state[0], targets)
+        head = LogprobHead(causal_lm, decoder, entropy_has_gradient=False)
+        logprobs, entropy = head(type(outputs), outputs.last_hidden_state[0], targets, 1.0)
     """
 
-    def __init__(self, causal_lm: Any, decoder: nn.Module, temperature: float, entropy_has_gradient: bool):
+    def __init__(self, causal_lm: Any, decoder: nn.Module, entropy_has_gradient: bool, device_type: str | None = None):
         self._causal_lm = causal_lm
         self._decoder = decoder
-        self._temperature = temperature
         self._entropy_has_gradient = entropy_has_gradient
+        self._device_type = device_type
         self._is_known = False
         self._rule: LogitRule | None = None
 
     def __call__(
-        self, output_type: type, hidden: Tensor, targets: Tensor, max_logits: int | None
+        self,
+        output_type: type,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        max_logits: int | None = None,
+        kept: KeptTokens | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(logprobs [T], entropy [T]) of states [T, H] and targets [T].
+        """Return (logprobs [T], entropy [T]) of states [T, H] and targets [T].
 
         Args:
-            output_type: what the decoder returns.
+            output_type: the class that the decoder returns.
+            temperature: what the logits are divided by.
             max_logits: the largest number in memory at once; by the device or MAX_LOGITS, if not given.
+            kept: the tokens that each target was drawn from; the whole vocabulary, if not given.
         """
         if not self._is_known:
             self._rule, self._is_known = self._find_rule(output_type, hidden), True
         if self._rule is None:
-            return self._general(output_type, hidden, targets, max_logits or MAX_LOGITS)
+            return self._general(output_type, hidden, targets, temperature, max_logits or MAX_LOGITS, kept)
         linear = self._causal_lm.get_output_embeddings()
         return token_logprobs(
             hidden,
             linear.weight,
             linear.bias,
             targets,
-            temperature=self._temperature,
+            temperature=temperature,
             rule=self._rule,
             entropy_has_gradient=self._entropy_has_gradient,
             max_logits=max_logits,
+            device_type=self._device_type,
+            kept=kept,
         )
+
+    def next_token_logprobs(self, output_type: type, hidden: Tensor, temperature: float) -> Tensor:
+        """Return log pi of every token after states [T, H]: [T, V]."""
+        return (self._logits(output_type, hidden).float() / temperature).log_softmax(-1)
 
     def _find_rule(self, output_type: type, hidden: Tensor) -> LogitRule | None:
         with torch.no_grad():
-            rule = find_rule(self._causal_lm, partial(self._logits, output_type), hidden)
+            rule = find_rule(self._causal_lm, lambda states: self._logits(output_type, states), hidden)
         if rule is None:
             name = type(self._causal_lm).__name__
             logger.warning("%s: its logits are more than a scaled linear layer: all are kept in memory", name)
         return rule
 
-    def _general(self, output_type: type, hidden: Tensor, targets: Tensor, max_logits: int) -> tuple[Tensor, Tensor]:
-        logprobs = partial(self._logprobs, output_type)
+    def _general(
+        self,
+        output_type: type,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+        max_logits: int,
+        kept: KeptTokens | None,
+    ) -> tuple[Tensor, Tensor]:
         chunk = max(1, max_logits // self._causal_lm.config.get_text_config().vocab_size)
         if len(targets) <= chunk:
-            return logprobs(hidden, targets)
+            return self._logprobs(output_type, hidden, targets, temperature, kept)
+        starts = range(0, len(targets), chunk)
+        kept_parts = [None if kept is None else kept.cut(s, min(s + chunk, len(targets))) for s in starts]
         parts = [
-            checkpoint(logprobs, h, t, use_reentrant=False)
-            for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            checkpoint(self._logprobs, output_type, h, t, temperature, k, use_reentrant=False)
+            for h, t, k in zip(hidden.split(chunk), targets.split(chunk), kept_parts, strict=True)
         ]
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])  # pyright: ignore
 
-    def _logprobs(self, output_type: type, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._logits(output_type, hidden).float() / self._temperature  # [T, V]
+    def _logprobs(
+        self, output_type: type, hidden: Tensor, targets: Tensor, temperature: float, kept: KeptTokens | None
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._logits(output_type, hidden).float() / temperature  # [T, V]
+        if kept is not None and len(targets):
+            rows, columns = map(slice, (0, 0), logits.shape)
+            logits = logits.masked_fill(LeftOut(kept, columns.stop, logits.device).mask(rows, columns), LEFT_OUT)
         logprobs = -F.cross_entropy(logits, targets, reduction="none")
         with torch.set_grad_enabled(self._entropy_has_gradient and torch.is_grad_enabled()):
             log_probs = logits.log_softmax(-1)
@@ -95,19 +123,20 @@ class LogprobHead:
         return logprobs, entropy
 
     def _logits(self, output_type: type, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T, V]: what the model's own forward makes of the states: the head, scaling, soft caps.
+        """Return the logits [T, V] that the model's own forward makes of states [T, H]: head, scaling, soft caps.
 
         That forward runs with a decoder that has already computed them.
         """
         outputs = output_type(last_hidden_state=hidden[None])
         token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with ExitStack() as stack:
-            for module in {self._causal_lm.base_model, self._decoder} - {self._causal_lm}:  # it calls either
+            # Some models call their base model and some their decoder: both answer with the states.
+            for module in {self._causal_lm.base_model, self._decoder} - {self._causal_lm}:
                 stack.enter_context(answering(module, lambda *args, **kwargs: outputs))
             return self._causal_lm(input_ids=token_ids, use_cache=False).logits[0]
 
 
-def find_rule(causal_lm: Any, logits_of: Callable[[Tensor], Tensor], hidden: Tensor) -> LogitRule | None:
+def find_rule(causal_lm: Any, compute_logits: Callable[[Tensor], Tensor], hidden: Tensor) -> LogitRule | None:
     """Return what the model's forward does after its head, a linear layer; None if that is no LogitRule.
 
     The forward is tried on two states, with a head that answers what it is told: the model's weights do not matter.
@@ -120,21 +149,22 @@ def find_rule(causal_lm: Any, logits_of: Callable[[Tensor], Tensor], hidden: Ten
     if type(head) is not nn.Linear:
         return None
     states = torch.linspace(-1, 1, 2 * hidden.shape[1], device=hidden.device).view(2, -1).to(hidden.dtype)
-    told = torch.linspace(-60, 60, 2 * head.out_features, device=hidden.device).view(2, -1)
-    told[0, 0], told[0, 1] = SMALL, LARGE
-    given: list[Tensor] = []
+    answers = torch.linspace(-60, 60, 2 * head.out_features, device=hidden.device).view(2, -1)
+    answers[0, 0], answers[0, 1] = SMALL, LARGE
+    inputs: list[Tensor] = []
 
     def answer(input: Tensor) -> Tensor:
-        given.append(input)
-        return told[: input[..., 0].numel()].view(*input.shape[:-1], -1).clone()
+        inputs.append(input)
+        return answers[: input[..., 0].numel()].view(*input.shape[:-1], -1).clone()
 
     with answering(head, answer):
-        found = logits_of(states).float()
-    if found.shape != told.shape or len(given) != 1 or given[0].dtype != states.dtype:
+        logits = compute_logits(states).float()
+    if logits.shape != answers.shape or len(inputs) != 1 or inputs[0].dtype != states.dtype:
         return None
-    small, large = found[0, 0].item() / SMALL, found[0, 1].item()
+    small, large = logits[0, 0].item() / SMALL, logits[0, 1].item()
     rule = LogitRule(scale=small, soft_cap=large if large < 0.5 * small * LARGE else None)
-    is_right = torch.equal(given[0].view_as(states), states) and torch.allclose(found, rule(told), TOLERANCE, TOLERANCE)
+    is_right = torch.equal(inputs[0].view_as(states), states)
+    is_right = is_right and torch.allclose(logits, rule(answers), TOLERANCE, TOLERANCE)
     return rule if is_right else None
 
 

@@ -8,33 +8,48 @@ loaded by transformers: it is in host memory as a whole meanwhile.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from configs.validate import ConfigError
 from trainer.worker.checksum import word_sum
 from trainer.worker.model_files import Read, Whole, read_by_transformers, reads_of_files, safetensors_files
-from trainer.worker.rows import local, rows_of
 
 Place = tuple[nn.Module, str]
 """A module and its attribute."""
 
 
-def open_causal_lm(path: str) -> "tuple[Any, Weights]":
+def open_causal_lm(path: str) -> "Opened":
     """Build the model in float32, without the values of its parameters, and find where those are to be read."""
+    causal_lm = build_causal_lm(path)
+    is_quantized = causal_lm.config.to_dict().get("quantization_config") is not None
+    files = [] if is_quantized else safetensors_files(path)
+    reads = list(reads_of_files(files, causal_lm)) if files else [lambda: read_by_transformers(path)]
+    return causal_lm, Weights(path, _first_names(causal_lm), reads)
+
+
+def build_causal_lm(path: str) -> Any:
+    """Build the model in float32 by its config.json alone: parameters are on the meta device, buffers have values."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds to import
 
-    config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        causal_lm: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    is_quantized = config.to_dict().get("quantization_config") is not None
-    files = [] if is_quantized else safetensors_files(path)
-    reads = list(reads_of_files(files, causal_lm)) if files else [partial(read_by_transformers, path)]
+        causal_lm: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     _compute_buffers(causal_lm)
-    return causal_lm, Weights(path, _first_names(causal_lm), reads)
+    return causal_lm
+
+
+class Values(Protocol):
+    """The values of a model: `Weights` in files, or none in a rehearsal."""
+
+    def read_into(self, causal_lm: nn.Module) -> dict[str, int]: ...
+
+
+Opened = tuple[Any, Values]
+"""A model without values, and where to get them."""
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
@@ -49,7 +64,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _ties(module: nn.Module) -> Iterator[tuple[Place, Place]]:
-    """Where a parameter is once more, and where it was before."""
+    """Yield each further place of a parameter, and the place where it was first."""
     first: dict[int, Place] = {}
     for owner in module.modules():
         for attribute, parameter in owner.named_parameters(recurse=False):
@@ -71,7 +86,7 @@ class Weights:
 
     path: str
     first_names: dict[str, str]
-    """Of every parameter and buffer by name: the first of its names, where it is tied."""
+    """The first name of every parameter and buffer. A tied one has several."""
     reads: Sequence[Read]
 
     @torch.no_grad()
@@ -108,14 +123,14 @@ class Weights:
         return {name: sums[name] for name in expected}
 
     def _rows(self, whole: Whole, tensor: Tensor, name: str) -> Tensor:
-        found = tuple(whole.shape if isinstance(whole, Tensor) else whole.get_shape())
-        if found != tuple(tensor.shape):
+        shape = tuple(whole.shape if isinstance(whole, Tensor) else whole.get_shape())
+        if shape != tuple(tensor.shape):
             raise ConfigError(
-                f"model.path={self.path}: {name} is {found} in its files, {tuple(tensor.shape)} by its config"
+                f"model.path={self.path}: {name} is {shape} in its files, {tuple(tensor.shape)} by its config"
             )
-        if not found:
+        if not shape:
             return whole[...]
-        rows = rows_of(tensor)
+        rows = local_rows(tensor)
         return whole[rows] if rows.stop > rows.start else local(tensor)
 
 
@@ -134,3 +149,16 @@ def _compute_buffers(causal_lm: Any) -> None:
         owner, _, attribute = name.rpartition(".")
         setattr(causal_lm.get_submodule(owner), attribute, torch.empty_like(buffer, device="cpu"))
     causal_lm.initialize_weights()
+
+
+def local_rows(parameter: Tensor) -> slice:
+    """Return the rows that this rank holds: of dimension 0, which FSDP2 shards as torch.chunk does, or all."""
+    if not isinstance(parameter, DTensor):
+        return slice(0, parameter.shape[0])
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return the values of this rank's rows, in the memory of the parameter."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from configs.model import ALL_LINEAR, LoraConfig
 from configs.validate import ConfigError
-from trainer.worker.rows import local, rows_of
+from trainer.worker.loading import local, local_rows
 
 
 class LoraLinear(nn.Linear):
@@ -47,7 +47,7 @@ class LoraLinear(nn.Linear):
 
 
 def _factor(values: Tensor) -> nn.Linear:
-    """[out, in] -> the layer with this weight."""
+    """Return the layer with this weight [out, in]."""
     with torch.device("meta"):
         layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
     layer.weight = nn.Parameter(values)
@@ -81,7 +81,7 @@ def draw_factors(module: nn.Module, seed: int) -> None:
     for layer in _adapted(module):
         a = torch.empty(layer.lora_A.weight.shape)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # as PEFT does, and nn.Linear
-        local(layer.lora_A.weight).copy_(a[rows_of(layer.lora_A.weight)])
+        local(layer.lora_A.weight).copy_(a[local_rows(layer.lora_A.weight)])
         local(layer.lora_B.weight).zero_()
 
 
@@ -97,8 +97,10 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
         chosen = {name: module for name, module in linear.items() if module is not head}
         unknown = [] if chosen else targets
     else:
-        chosen = {name: module for name, module in linear.items() if any(_is_called(name, one) for one in targets)}
-        unknown = [one for one in targets if not any(_is_called(name, one) for name in linear)]
+        chosen = {
+            name: module for name, module in linear.items() if any(_is_called(name, target) for target in targets)
+        }
+        unknown = [target for target in targets if not any(_is_called(name, target) for name in linear)]
     key, architecture = f"model.lora.targets=[{','.join(targets)}]", type(causal_lm).__name__
     if unknown:
         there_are = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
@@ -112,7 +114,7 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
 
 
 def _is_called(name: str, target: str) -> bool:
-    """As PEFT matches: by the whole name of a module, or its end."""
+    """Return whether a target names the module, as PEFT matches: by its whole name, or the end of it."""
     return name == target or name.endswith(f".{target}")
 
 

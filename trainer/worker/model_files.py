@@ -1,9 +1,9 @@
-"""Where the tensors of a Hugging Face model lie: in which safetensors files, and under which names."""
+"""The tensors of a Hugging Face model: in which safetensors files they lie, and under which names."""
 
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from torch import Tensor
 Whole = Any
 """A tensor, or what safetensors calls a slice: it is read when it is indexed, and as far as it is."""
 Read = Callable[[], dict[str, Whole]]
-"""What is to be read at once, by name in the model."""
+"""A function that reads tensors which belong together, by their names in the model."""
 
 
 def safetensors_files(path: str) -> list[str]:
-    """Those of a folder or a hub name, which are downloaded; none where the model is in other files."""
+    """Return the safetensors files of a folder or a hub name, which are downloaded; none where there are only
+    others."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME  # takes seconds to import
     from transformers.utils.hub import cached_file
 
@@ -36,7 +37,8 @@ def safetensors_files(path: str) -> list[str]:
 
 
 def reads_of_files(files: list[str], causal_lm: Any) -> Iterator[Read]:
-    """As transformers names and converts tensors (`core_model_loading.convert_and_load_state_dict_in_model`).
+    """Yield the reads of all tensors, named and converted as transformers does
+    (`core_model_loading.convert_and_load_state_dict_in_model`).
 
     A tensor that is only renamed comes as a slice, so that its rows can be read alone. One that is made of others is
     made whole.
@@ -58,31 +60,49 @@ def reads_of_files(files: list[str], causal_lm: Any) -> Iterator[Read]:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         if name not in known:
             continue  # of another head, say
-        read = partial(owners[key].get_slice, key)
+        source = _Source(owners[key], key, name)
         if pattern is None:
-            yield partial(_named, name, read)
+            yield source.named
             continue
         conversion = conversions.setdefault(name, deepcopy(by_pattern[pattern]))
-        conversion.add_tensor(name, key, pattern, partial(_whole, read))  # pyright: ignore  (it is called, if it can be)
+        conversion.add_tensor(name, key, pattern, source.whole)  # pyright: ignore  (it is called, if it can be)
     for name, conversion in conversions.items():
-        yield partial(_converted, conversion, name, causal_lm)
+        yield _Conversion(conversion, name, causal_lm).converted
 
 
-def _named(name: str, read: Callable[[], Whole]) -> dict[str, Whole]:
-    return {name: read()}
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of a file, which is not read yet."""
+
+    file: Any
+    key: str
+    """The name of the tensor in the file."""
+    name: str
+    """Its name in the model."""
+
+    def named(self) -> dict[str, Whole]:
+        return {self.name: self.file.get_slice(self.key)}
+
+    def whole(self) -> Tensor:
+        return self.file.get_slice(self.key)[...]
 
 
-def _whole(read: Callable[[], Whole]) -> Tensor:
-    return read()[...]
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Tensors of the model that transformers makes of those of the files."""
 
+    conversion: Any
+    """The `WeightConverter`, which has taken the files' tensors."""
+    name: str
+    causal_lm: Any
 
-def _converted(conversion: Any, name: str, causal_lm: Any) -> dict[str, Whole]:
-    made = conversion.convert(name, model=causal_lm, config=causal_lm.config)
-    return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+    def converted(self) -> dict[str, Whole]:
+        made = self.conversion.convert(self.name, model=self.causal_lm, config=self.causal_lm.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
 def read_by_transformers(path: str) -> dict[str, Whole]:
-    """The whole model, in float32."""
+    """Return the whole model, in float32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()

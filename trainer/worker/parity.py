@@ -3,6 +3,7 @@
 A wrong mask or head does not crash: the run learns from wrong probabilities. So every model is tried when it is loaded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from configs.schema import Config, Layout
 from configs.validate import ConfigError
 from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
 from trainer.batch import MicroBatch, assemble
+from trainer.old_logprobs import mixed_batch
 from trainer.tokens import sampled_tokens
 from trainer.worker.attention.attention import LONGEST_MASK, takes_tensors
 from trainer.worker.model import Policy, vocab_size
+from trainer.worker.segments import SegmentCache
 
 SHAPES = ((24, 24, 9), (9, 17, 2))
 """(prompt's tokens, response's tokens, trajectories) of each group. A trajectory is a response, and a branch that
@@ -60,15 +63,68 @@ def refuse_other_logprobs(policy: Policy, config: Config, device: torch.device) 
     raise ConfigError(f"{key}: {architecture} {problem}: {advice}")
 
 
+def refuse_other_segments(policy: Policy, config: Config, device: torch.device) -> None:
+    """Compare the same rows, computed in segments as by two versions (algorithm.proximal=exact), with plain forwards of
+    each sequence. All ranks must call.
+
+    Raises:
+        ConfigError: they differ, as where a state other than keys and values runs through a row.
+    """
+    groups = [_spanning(group) for group in _random_groups(min(vocab_size(policy.causal_lm), LARGEST_TOKEN))]
+    tokens = sampled_tokens(groups, global_steps=2)
+    single = replace(config, trainer=replace(config.trainer, num_ranks=1, tokens_per_micro_batch=2**62))
+    batch = mixed_batch(groups, replace(tokens, advantages=np.ones_like(tokens.advantages)), single, global_steps=2)
+    assert batch is not None
+    [[row]], problem = batch.rows, None
+    with torch.no_grad():
+        plain = torch.cat([_plain_logprobs(policy, group, device) for group in groups])
+        expected = plain[torch.as_tensor(row.batch.index % batch.num_tokens, device=device)]
+        cache, logprobs = SegmentCache(len(row.owners)), torch.full_like(expected, torch.nan)
+        try:
+            for version in (0, 1):
+                segment = row.segment(version)
+                logprobs[torch.as_tensor(segment.targets)] = policy.segment_logprobs(segment, cache, device)
+            difference = (logprobs - expected).abs().mean()
+            if not difference <= TOLERANCE[getattr(torch, config.trainer.dtype.value)] * expected.std():
+                problem = f"its logprobs come out otherwise, by {difference.item():.2g} nats a token"
+        except Exception as error:  # of any class, as above
+            problem = f"it cannot be computed so ({type(error).__name__}: {error})"
+        if isinstance(policy, FSDPModule):
+            policy.reshard()
+    if problem is not None:
+        how = "a row is computed in segments by version, on the keys and values of those before"
+        others = "set algorithm.proximal=rollout, current or interpolated"
+        raise ConfigError(
+            f"algorithm.proximal=exact: {how}, and of {type(policy.causal_lm).__name__} {problem}: {others}"
+        )
+
+
+def _spanning(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Return the group with responses that version 0 began and version 1 went on with."""
+
+    def spanning(sequence: TokenSequence) -> TokenSequence:
+        half, length = len(sequence.response_ids) // 2, len(sequence.response_ids)
+        return replace(sequence, spans=(VersionSpan(0, half, 0), VersionSpan(half, length, 1)))
+
+    return replace(
+        group,
+        trajectories=tuple(
+            replace(trajectory, sequences=tuple(map(spanning, trajectory.sequences)))
+            for trajectory in group.trajectories
+        ),
+    )
+
+
 def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -> None:
-    """Some rotary embeddings depend on the longest sequence of a batch: then a token's logprob does on its batch.
+    """Refuse rotary embeddings that depend on the longest sequence of a batch, as then a token's logprob does too.
 
     Args:
         model: the model's own config.
     """
-    given = model.to_dict().get("rope_parameters") or {}
+    parameters = model.to_dict().get("rope_parameters") or {}
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    for rope in [given, *(value for value in given.values() if isinstance(value, dict))]:  # or one per kind of layer
+    by_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in [parameters, *by_layer_kind]:
         match rope:
             case {"rope_type": "longrope", "original_max_position_embeddings": int(limit)}:
                 pass
@@ -85,7 +141,7 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
 
 
 def _refuse_long_masks(policy: Policy, config: Config, architecture: str) -> None:
-    """Masks of all pairs are made for no longer rows. A sequence in a row by itself needs none."""
+    """Refuse rows that are too long for masks of all pairs. A sequence in a row by itself needs none."""
     trainer = config.trainer
     longest = max(trainer.tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     if trainer.layout is Layout.rows or not takes_tensors(policy.causal_lm) or longest <= LONGEST_MASK:
@@ -105,7 +161,7 @@ def _problem(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """What is wrong with the model in this layout, or None."""
+    """Return a description of the model's error in this layout, or None."""
     batch = _micro_batch(groups, layout)
     max_logits = len(plain) // CHUNKS * vocab_size(policy.causal_lm)
     try:
@@ -120,7 +176,7 @@ def _problem(
 
 
 def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device) -> Tensor:
-    """[T] of the group's responses, one after another, each in a row of its own without padding."""
+    """Return the logprobs [T] of the group's responses, one after another, each in a row of its own without padding."""
     sequences = [sequence for trajectory in group.trajectories for sequence in trajectory.sequences]
     token_ids = np.stack([sequence.token_ids for sequence in sequences]).astype(np.int64)  # all are of one length
     logprobs = policy.plain_logprobs(torch.as_tensor(token_ids, device=device))
@@ -129,7 +185,7 @@ def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device
 
 
 def _random_groups(num_tokens: int) -> list[TrajectoryGroup]:
-    """The same on every rank."""
+    """Return random groups, the same on every rank."""
     random = np.random.default_rng(0)
     groups = []
     for ordinal, (prompt_length, length, size) in enumerate(SHAPES):

@@ -6,17 +6,20 @@ always names the same weights.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.schema import Config
 from rollout.events.event import Emit, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch, StepResult
-from trainer.checkpoint.store import Checkpoint, CheckpointStore
+from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from trainer.old_logprobs import MixedBatch, OldLogprobs
+from trainer.ports import WeightUpdater
 from trainer.tracking.events.kinds import TrainersRestarted
+from trainer.tracking.proof import Origin
 from weight_sync.protocol import Manifest, PublishOrder, UpdateReport, WeightUpdateError
 
 if TYPE_CHECKING:
@@ -29,24 +32,19 @@ class TrainWorkersLostError(RuntimeError):
     """Train workers died or hung and cannot be restarted. The message says why."""
 
 
-class WeightUpdater(Protocol):
-    """The checkpoint manager, or `RecoveringUpdater` around it."""
+class TrainWorkerUnreachableError(TimeoutError):
+    """The connection to a train worker broke during a call: whether it has done the work is unknown, as past a
+    deadline."""
 
-    @property
-    def publishing(self) -> asyncio.Lock:
-        """Held while the weights are read."""
-        ...
 
-    @property
-    def updating(self) -> asyncio.Lock:
-        """Held while replicas change version."""
-        ...
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The state that a restart goes on from: copies in memory, a checkpoint, or neither for the first policy."""
 
-    async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
-        """`published` is set once the weights have been read."""
-        ...
-
-    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = ...) -> UpdateReport: ...
+    name: str
+    global_steps: int
+    checkpoint: Checkpoint | None = None
+    copies: Sequence[Any] | None = None
 
 
 class RecoveringWorkers:
@@ -56,7 +54,7 @@ class RecoveringWorkers:
 
     Example, a worker that dies in step 4, with a checkpoint of step 2:
         train_step(batch_4, 4)                      # fails
-        group.start_again(checkpoint of step 2)
+        group.start_again(), group.load_checkpoint(checkpoint of step 2)
         train_step(batch_2, 2), train_step(batch_3, 3)
         train_step(batch_4, 4)                      # its result is returned
     """
@@ -81,6 +79,11 @@ class RecoveringWorkers:
         self._resumed: Checkpoint | None = None
         self._restarts = 0
         self._recovering = asyncio.Lock()
+        self._memory_every = config.checkpoint.memory_every
+        self._memory: _Origin | None = None
+        self._memory_s = 0.0
+        self.last_restart: dict[str, float] = {}
+        """The seconds of each part of the last restart, and of all together."""
 
     async def setup(self, model_path: str) -> int:
         return await self._group.setup(model_path)
@@ -94,16 +97,39 @@ class RecoveringWorkers:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         return await self.again_if_lost(lambda: self._group.score(batch))
 
+    async def old_logprobs(self, batch: MixedBatch) -> OldLogprobs:
+        return await self.again_if_lost(lambda: self._group.old_logprobs(batch))
+
     async def logprobs(self, batch: StepBatch) -> FloatArray:
         return await self.again_if_lost(lambda: self._group.logprobs(batch))
+
+    async def next_token_logprobs(self, batch: StepBatch) -> FloatArray:
+        return await self.again_if_lost(lambda: self._group.next_token_logprobs(batch))
+
+    async def origin(self) -> Origin:
+        """Return the origin of the weights, and the device and the software that compute."""
+        origin = await self.again_if_lost(self._group.origin)
+        return origin if self._resumed is None else replace(origin, continues=str(self._resumed.path))
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Take the optimizer steps on a batch; without one, only count the step."""
         result = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
+        self._group.keep_spares()
         if self._keeps_batches:
             self._trained[global_steps] = batch
         self.global_steps = global_steps + 1
+        if self._memory_every and self.global_steps % self._memory_every == 0:
+            await self._copy()
         return result
+
+    async def _copy(self) -> None:
+        started = time.perf_counter()
+        try:
+            copies = await self.again_if_lost(self._group.copy_state)
+        except CheckpointError as error:
+            return self._report(f"no copies in memory of step {self.global_steps}: {error}; training goes on")
+        self._memory = _Origin("memory", self.global_steps, copies=copies)
+        self._memory_s = time.perf_counter() - started
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Publish the weights. Wait for a running restart, but start none: it would outlast the update's deadlines.
@@ -128,12 +154,15 @@ class RecoveringWorkers:
     def forget_before(self, global_steps: int) -> None:
         """Drop the batches before `global_steps`, because a good checkpoint of that step exists."""
         self._trained = {step: batch for step, batch in self._trained.items() if step >= global_steps}
+        if self._memory is not None and self._memory.global_steps < global_steps:
+            self._memory = None
 
     def kill(self) -> None:
         self._group.kill()
 
     def gauges(self) -> dict[str, float]:
-        return {"trainer/restarts": float(self._restarts)}
+        copying = {"checkpoint/memory_seconds": self._memory_s} if self._memory_every else {}
+        return {"trainer/restarts": float(self._restarts), **copying}
 
     async def again_if_lost(self, call: Callable[[], Awaitable[T]], errors: type[Exception] = Exception) -> T:
         """Await `call()`. If it fails because a train worker is lost, restart the workers and repeat it.
@@ -158,7 +187,7 @@ class RecoveringWorkers:
     async def _recover(self, error: Exception) -> None:
         """Restart the workers. Raise `error` if none is lost, TrainWorkersLostError if they cannot restart."""
         while True:
-            lost = str(error) if isinstance(error, TimeoutError) else await self._group.find_lost()
+            lost = _unknown(error) or await self._group.find_lost()
             if lost is None:
                 raise error
             if not self._keeps_batches:
@@ -179,27 +208,63 @@ class RecoveringWorkers:
     async def _restart(self) -> None:
         started = time.perf_counter()
         async with self._store.busy:  # keeps the checkpoint from being pruned, and batches from being dropped
-            checkpoint = await asyncio.to_thread(self._store.newest_good, self._report) or self._resumed
-            first = 0 if checkpoint is None else checkpoint.global_steps
-            steps = range(first, self.global_steps)
-            missing = [step for step in steps if step not in self._trained]
-            if missing or first > self.global_steps:
-                origin = "the first policy" if checkpoint is None else str(checkpoint.path)
-                reason = f"the train workers cannot go on from {origin} to step {self.global_steps}"
-                raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
-            again = [(step, self._trained[step]) for step in steps]  # copied: a waiting save may drop some
-            await self._group.start_again(None if checkpoint is None else checkpoint.train_folder)
+            starting = asyncio.create_task(self._group.start_again())
+            try:
+                origin = self._memory or await self._newest_checkpoint()  # is read while processes start
+                await starting
+            except BaseException:
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
+                raise
+            origin = await self._load(origin)
+            again = [(step, self._trained[step]) for step in range(origin.global_steps, self.global_steps)]
+        steps_started = time.perf_counter()
         for step, batch in again:
             await self._group.train_step(batch, step)
-        origin = "the first policy" if checkpoint is None else checkpoint.path.name
+        ended = time.perf_counter()
+        self.last_restart = {**self._group.start_s, "steps": ended - steps_started, "total": ended - started}
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.last_restart.items() if name != "total")
         self._tell(
-            f"the train workers are back at step {self.global_steps}, {time.perf_counter() - started:.0f} s later: "
-            f"from {origin}, with {len(again)} step(s) trained again"
+            f"the train workers are back at step {self.global_steps}, {ended - started:.0f} s later ({parts}): "
+            f"from {origin.name}, with {len(again)} step(s) trained again"
         )
+
+    async def _newest_checkpoint(self) -> "_Origin":
+        """Return the newest state on the disk. Raises TrainWorkersLostError if the batches since are gone."""
+        checkpoint = await asyncio.to_thread(self._store.newest_good, self._report) or self._resumed
+        first = 0 if checkpoint is None else checkpoint.global_steps
+        missing = [step for step in range(first, self.global_steps) if step not in self._trained]
+        if missing or first > self.global_steps:
+            origin = "the first policy" if checkpoint is None else str(checkpoint.path)
+            reason = f"the train workers cannot go on from {origin} to step {self.global_steps}"
+            raise TrainWorkersLostError(f"{reason}: the batches between are no longer there")
+        return _Origin("the first policy" if checkpoint is None else checkpoint.path.name, first, checkpoint)
+
+    async def _load(self, origin: "_Origin") -> "_Origin":
+        """Load the state into ranks that have started. Return where it was in the end: what is lost in memory is still
+        on the disk."""
+        if origin.copies is not None:
+            try:
+                await self._group.load_copies(origin.copies)
+                return origin
+            except Exception as error:  # of a machine that died with its copies, or of any other kind
+                self._tell(f"the copies of step {origin.global_steps} in memory cannot be loaded: {error!r}")
+                self._memory = None
+                origin = await self._newest_checkpoint()
+        if origin.checkpoint is not None:
+            await self._group.load_checkpoint(origin.checkpoint.train_folder)
+        return origin
 
     def _tell(self, text: str) -> None:
         self._report(text)
         self._emit(TrainersRestarted(text=text))
+
+
+def _unknown(error: Exception) -> str | None:
+    """Return the message of an error that leaves open what the workers have done; None for any other."""
+    if isinstance(error, TimeoutError):
+        return str(error)
+    return str(error.__cause__) if isinstance(error.__cause__, TrainWorkerUnreachableError) else None
 
 
 class RecoveringUpdater:
@@ -221,8 +286,11 @@ class RecoveringUpdater:
         return self._manager.updating
 
     async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
-        call = partial(self._manager.update_weights, global_steps, published)
-        return await self._workers.again_if_lost(call, WeightUpdateError)
+        return await self._workers.again_if_lost(
+            lambda: self._manager.update_weights(global_steps, published), WeightUpdateError
+        )
 
-    async def catch_up(self, names: Collection[str], begins: Callable[[], None] = lambda: None) -> UpdateReport:
-        return await self._workers.again_if_lost(partial(self._manager.catch_up, names, begins), WeightUpdateError)
+    async def catch_up(
+        self, names: Collection[str], begins: Callable[[Collection[str]], None] = lambda names: None
+    ) -> UpdateReport:
+        return await self._workers.again_if_lost(lambda: self._manager.catch_up(names, begins), WeightUpdateError)

@@ -3,9 +3,6 @@
 It is sharded, written while training continues, and readable by any number of ranks.
 """
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from trainer.checkpoint.store import METADATA
+from trainer.worker.drivers_disk import reader, writer
+from trainer.worker.loading import local
 
 POLICY = "policy"
 CRITIC = "critic"
@@ -36,7 +38,7 @@ class Trained:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     base: int | None = None
-    """Of a module with adapters: checksum of what is frozen, which is not saved."""
+    """The checksum of what is frozen in a module with adapters, which is not saved."""
 
     def state_dict(self) -> dict[str, Any]:
         weights, moments = get_state_dict(self.module, self.optimizer)
@@ -47,13 +49,23 @@ class Trained:
         return {WEIGHTS: adapter, "optimizer": moments, BASE: self.base}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises RuntimeError for an adapter of another base."""
+        """Load what `state_dict` returned. Raises RuntimeError for an adapter of another base."""
         weights, moments = state[WEIGHTS], state["optimizer"]
         if self.base is not None and state[BASE] != self.base:
-            of = f"weights with the checksum {state[BASE]}, those of model.path have {self.base}"
-            raise RuntimeError(f"the checkpoint's adapter is for {of}")
+            other = f"weights with the checksum {state[BASE]}, those of model.path have {self.base}"
+            raise RuntimeError(f"the checkpoint's adapter is for {other}")
         options = StateDictOptions(strict=self.base is None)
         set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+
+
+def sees(folder: Path, metadata: bytes | None) -> bool:
+    """Return whether a folder of the driver's machine is on this one too.
+
+    Args:
+        metadata: what its METADATA holds. None: it is still empty, and has a name that no other folder has.
+    """
+    file = folder / METADATA
+    return folder.parent.is_dir() if metadata is None else file.is_file() and file.read_bytes() == metadata
 
 
 class StateWriter:
@@ -69,8 +81,13 @@ class StateWriter:
         self._writing: Future[Any] | None = None
         self._group: Any = None
 
-    def stage(self, folder: Path, trained: Mapping[str, Trained], global_steps: int) -> None:
+    def stage(
+        self, folder: Path, trained: Mapping[str, Trained], global_steps: int, drivers_machine: Any = None
+    ) -> None:
         """Copy the state to host memory and begin to write it. Training may continue afterwards. All ranks must call.
+
+        Args:
+            drivers_machine: the actor that writes into `folder` where this machine does not have it.
 
         Raises:
             RuntimeError: the previous checkpoint is still being written.
@@ -80,7 +97,8 @@ class StateWriter:
         # Messages of the thread must not mix with those of training; a group in which a save failed cannot be reused.
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         state = {"global_steps": global_steps, "rng": {str(dist.get_rank()): _random_state()}, **trained}
-        writing = async_save(state, checkpoint_id=folder, process_group=self._group)
+        storage = None if drivers_machine is None else writer(folder, drivers_machine)
+        writing = async_save(state, checkpoint_id=folder, storage_writer=storage, process_group=self._group)
         assert isinstance(writing, Future)
         self._writing = writing
 
@@ -100,25 +118,68 @@ class StateWriter:
         dist.destroy_process_group(self._group)
 
 
-def load(folder: Path, trained: Mapping[str, Trained]) -> int:
+def load(folder: Path, trained: Mapping[str, Trained], drivers_machine: Any = None) -> int:
     """Load the state that any number of ranks wrote. Return global_steps. All ranks must call.
 
     A rank without random state in the checkpoint keeps its own.
+
+    Args:
+        drivers_machine: the actor that reads `folder` where this machine does not have it.
 
     Raises:
         RuntimeError: the checkpoint is of another model, or incomplete.
     """
     rank = str(dist.get_rank())
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    storage = reader(folder, drivers_machine)
+    saved = storage.read_metadata().state_dict_metadata
     random_state = {name: state for name, state in _random_state().items() if f"rng.{rank}.{name}" in saved}
     state: dict[str, Any] = {"global_steps": 0, "rng": {rank: random_state}, **trained}
     try:
-        dcp_load(state, checkpoint_id=folder)
+        dcp_load(state, storage_reader=storage)
     except (CheckpointException, ValueError) as error:
         raise RuntimeError(f"{folder} cannot be loaded into these train workers: {error}") from None
-    for name, value in state["rng"][rank].items():
-        {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}[name](value)
+    _set_random_state(state["rng"][rank])
     return state["global_steps"]
+
+
+def copied(trained: Mapping[str, Trained], global_steps: int) -> dict[str, Any]:
+    """Copy this rank's state into arrays of bytes, by name: Ray passes these on without copying them again."""
+    leaves, _ = tree_flatten_with_path(_whole_state(trained, global_steps))
+    return {keystr(path): _bytes(leaf) if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
+
+
+def load_copied(copy: Mapping[str, Any], trained: Mapping[str, Trained]) -> int:
+    """Load what `copied` returned in the same rank of as many. Return global_steps.
+
+    Raises:
+        RuntimeError: it is the copy of another model.
+    """
+    leaves, structure = tree_flatten_with_path(_whole_state(trained, 0))
+    if copy.keys() != {keystr(path) for path, _ in leaves}:
+        raise RuntimeError("the copy in memory is of another model")
+    state = tree_unflatten([_restored(leaf, copy[keystr(path)]) for path, leaf in leaves], structure)
+    for name, part in trained.items():
+        part.load_state_dict(state[name])
+    _set_random_state(state["rng"])
+    return state["global_steps"]
+
+
+def _whole_state(trained: Mapping[str, Trained], global_steps: int) -> dict[str, Any]:
+    state = {name: part.state_dict() for name, part in trained.items()}
+    return {"global_steps": global_steps, "rng": _random_state(), **state}
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return local(tensor).detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def _restored(leaf: Any, saved: Any) -> Any:
+    """Return a leaf of the state with what was saved of it: a tensor is filled in place."""
+    if not isinstance(leaf, torch.Tensor):
+        return saved
+    own = local(leaf.detach())
+    own.copy_(torch.from_numpy(saved.copy()).view(own.dtype).view(own.shape))
+    return leaf
 
 
 def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -134,24 +195,16 @@ def policy_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix).removeprefix("causal_lm."): tensor for name, tensor in state.items()}
 
 
-def base_of(folder: Path) -> int:
+def read_base(folder: Path) -> int:
     """Load the checksum of the weights that the policy's adapter is for."""
     state: dict[str, Any] = {POLICY: {BASE: 0}}
     dcp_load(state, checkpoint_id=folder, no_dist=True)
     return state[POLICY][BASE]
 
 
-def model_files(model_path: str) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder apart from the weights, by name: configs and tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig  # takes seconds to import
-
-    with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.from_pretrained(model_path).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(folder)
-        with contextlib.suppress(OSError):  # not every model has one
-            GenerationConfig.from_pretrained(model_path).save_pretrained(folder)
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-        return {os.path.relpath(path, folder): path.read_bytes() for path in files}
+def _set_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    for name, value in state.items():
+        {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}[name](value)
 
 
 def _random_state() -> dict[str, torch.Tensor]:

@@ -1,36 +1,51 @@
 """Train workers in Ray actors, one per FSDP rank."""
 
 import asyncio
-import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from configs.runtime.carried import as_raised, carries_errors
 from configs.runtime.deadline import within
 from configs.runtime.environment import QUIET_NCCL
 from configs.schema import Config
+from rollout.actors.carried import as_raised, carries_errors, check
+from rollout.actors.place import Place, own_place
 from rollout.events.event import Emit, nobody
 from rollout.types import FloatArray
 from trainer.batch import StepBatch, StepResult
-from trainer.checkpoint.store import CheckpointError
+from trainer.checkpoint.store import METADATA, CheckpointError
 from trainer.metrics import merge_metrics
+from trainer.old_logprobs import MixedBatch, OldLogprobs
 from trainer.tracking.events.kinds import RankPublished
+from trainer.tracking.proof import Origin
+from trainer.worker.recovery import TrainWorkerUnreachableError
 from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 
 if TYPE_CHECKING:
-    from trainer.worker.worker import MakeSender, TrainWorker
+    from trainer.worker.worker import MakeSender, StateCopy, TrainWorker
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def no_sender(rank: int, num_ranks: int, device: Any) -> Any:
+    """Make no sender: the weights of these workers are published to nobody."""
+
+
+def make_train_worker(*, config: Config, device: str, make_sender: "MakeSender") -> "TrainWorker":
+    """Make the worker of an actor, in its process."""
+    from trainer.worker.worker import TrainWorker
+
+    return TrainWorker(config=config, device=device, make_sender=make_sender)
 
 
 class TrainWorkerActor:
@@ -39,21 +54,44 @@ class TrainWorkerActor:
     `call` runs one at a time and always in one thread: CUDA's device belongs to a thread. The others run beside it.
     """
 
-    def __init__(self, on_start: Callable[[], None], *, config: Config, device: str, make_sender: "MakeSender"):
+    def __init__(
+        self,
+        on_start: Callable[[], None],
+        make_worker: "Callable[..., TrainWorker]",
+        **arguments: Any,
+    ):
         on_start()
-        from trainer.worker.worker import TrainWorker
+        started = time.perf_counter()
+        self._worker = make_worker(**arguments)
+        self._import_s = time.perf_counter() - started
+        self._held: deque[StateCopy] = deque(maxlen=2)
 
-        self._worker = TrainWorker(config=config, device=device, make_sender=make_sender)
+    def import_s(self) -> float:
+        """Return the seconds that imports took in this process."""
+        return self._import_s
 
     @carries_errors
-    def find_address(self) -> str:
-        """Return host:port that is free on this node, for the process group."""
+    def begin(self, release: Callable[[], None]) -> tuple[Place, int]:
+        """Remove what dead workers have published on this machine. Return this machine, and a port that is free there,
+        for the process group."""
+        release()
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+            return own_place(), probe.getsockname()[1]
 
-    def call(self, function: "Callable[[TrainWorker], T]") -> T:
-        return carries_errors(function)(self._worker)
+    def call(self, function: "Callable[..., T]", *args: Any) -> T:
+        return carries_errors(function)(self._worker, *args)
+
+    @carries_errors
+    def copy_state(self) -> "tuple[StateCopy, str]":
+        """Return a copy of this rank's state, and the node where Ray keeps it, also when this process has ended."""
+        return self._worker.copied_state(), ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group="control")
+    def hold(self, copy: "StateCopy") -> None:
+        """Keep the copy of another rank, whose machine may die, on this one: the newest, and the one before it while
+        not all ranks have a newer one."""
+        self._held.append(copy)
 
     @ray.method(concurrency_group="control")
     def call_beside(self, function: "Callable[[TrainWorker], T]") -> T:
@@ -64,10 +102,31 @@ class TrainWorkerActor:
         return True
 
 
+class DriversMachine:
+    """Reads and writes the driver's disk for train workers on other machines (`DriversDisk`), in a process beside the
+    driver: the driver's own does not wait for a disk."""
+
+    @carries_errors
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    @carries_errors
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    @carries_errors
+    def write(self, path: Path, offset: int, data: bytes) -> None:
+        with path.open("r+b") as file:  # an error where a save was given up and its folder removed
+            file.seek(offset)
+            file.write(data)
+
+
 class TrainWorkerGroup:
     """The train workers on the driver's side. `RecoveringWorkers` wraps it, and restarts it when a worker is lost.
 
-    Calls raise TimeoutError, which names the key, past their deadlines.
+    Calls raise TimeoutError, which names the key, past their deadlines, and TrainWorkerUnreachableError.
 
     Example:
         group = TrainWorkerGroup(config=config, device="cuda", make_sender=make_sender, on_start=on_start)
@@ -81,21 +140,30 @@ class TrainWorkerGroup:
         *,
         config: Config,
         device: str,
-        make_sender: "MakeSender",
+        make_sender: "MakeSender" = no_sender,
         on_start: Callable[[str], Callable[[], None]],
         release: Callable[[], None] = lambda: None,
         placement: PlacementGroup | None = None,
         emit: Emit = nobody,
+        make_worker: "Callable[..., TrainWorker]" = make_train_worker,
     ):
-        """`release` removes what dead workers have published. `placement` has a bundle for each rank, also for those
-        that start again; None leaves the ranks to Ray."""
+        """Start a worker for each rank.
+
+        Args:
+            release: removes what dead workers have published. It is called in the process of each rank, before
+                anything is published.
+            placement: has a bundle for each rank, also for those that start again; None leaves the ranks to Ray.
+            make_worker: takes the arguments of `make_train_worker`. It is called in the worker's process.
+        """
         self._trainer = config.trainer
         self._emit = emit
         self._checkpoint_timeout_s = config.checkpoint.timeout_s
         self._release = release
+        has_spares = config.trainer.spare_processes
+        share = 0.5 if has_spares else 1.0  # of what is reserved for a rank: Ray shows both processes the same GPU
         options: dict[str, Any] = {
-            "num_cpus": 1,
-            "num_gpus": config.gpu_share if device == "cuda" else 0,
+            "num_cpus": share,
+            "num_gpus": share * config.gpu_share if device == "cuda" else 0,
             "runtime_env": {"env_vars": ENV if device == "cpu" else QUIET_NCCL},
             "concurrency_groups": {"control": 2},
         }
@@ -104,11 +172,18 @@ class TrainWorkerGroup:
         def make_actor(rank: int) -> Any:
             strategy = "DEFAULT" if placement is None else PlacementGroupSchedulingStrategy(placement, rank)
             placed = remote_class.options(scheduling_strategy=strategy)
-            return placed.remote(on_start(f"trainer-{rank}"), config=config, device=device, make_sender=make_sender)
+            arguments = {"config": config, "device": device, "make_sender": make_sender}
+            return placed.remote(on_start(f"trainer-{rank}"), make_worker, **arguments)
 
-        self._make_actors = lambda: [make_actor(rank) for rank in range(config.trainer.num_ranks)]
-        self.actors: list[Any] = self._make_actors()
+        self._make_actor = make_actor
+        self._has_spares = has_spares
+        self.actors: list[Any] = [make_actor(rank) for rank in range(config.trainer.num_ranks)]
+        self.spares: list[Any] = []
+        """The processes that take over in the next start, by rank, with trainer.spare_processes."""
         self._model_path = ""
+        self._drivers_machine: Any = None
+        self.start_s: dict[str, float] = {}
+        """The seconds of each part of the last start."""
 
     async def setup(self, model_path: str, checkpoint: Path | None = None) -> int:
         """Load the model on every rank, and then the checkpoint. Return the model's parameter count.
@@ -117,49 +192,127 @@ class TrainWorkerGroup:
             ConfigError: the model cannot be trained with this config.
         """
         self._model_path = model_path
+        started = time.perf_counter()
         async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "starting the train workers"):
-            [master], world_size = await _all([self.actors[0].find_address.remote()]), len(self.actors)
+            imports_s = max(await _all([actor.import_s.remote() for actor in self.actors]))
+            processes_s = time.perf_counter() - started
+            places, ports = zip(*await _all([actor.begin.remote(self._release) for actor in self.actors]), strict=True)
+            world_size, ranks = len(places), [str(place) for place in places]
+            for rank, place in enumerate(places):
+                self._emit(place.started(f"trainer-{rank}"))
+            master = f"{places[0].address}:{ports[0]}"
             parameters = await self._on_each(
                 [
-                    lambda worker, rank=rank: worker.setup(model_path, rank, world_size, master)
+                    lambda worker, rank=rank: worker.setup(model_path, rank, world_size, master, ranks)
                     for rank in range(world_size)
                 ]
             )
+            imports_s = min(imports_s, processes_s)  # those of a process that was ready cost nothing now
+            model_s = time.perf_counter() - started - processes_s
+            self.start_s = {"processes": processes_s - imports_s, "imports": imports_s, "model": model_s}
             if checkpoint is not None:
-                await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
+                await self.load_checkpoint(checkpoint)
         return parameters[0]
 
-    async def start_again(self, checkpoint: Path | None) -> None:
-        """Start new processes from the checkpoint, or from the first policy."""
-        self.kill()
-        self._release()
-        self.actors = self._make_actors()
-        await self.setup(self._model_path, checkpoint)
+    def keep_spares(self) -> None:
+        """Start the spare processes, with trainer.spare_processes and where there are none. Called when the ranks have
+        trained: imports beside a start, or beside steps that are trained again, would slow them down."""
+        if not self._has_spares or self.spares:
+            return
+        model_path = self._model_path
+        self.spares = [self._make_actor(rank) for rank in range(len(self.actors))]
+        for spare in self.spares:
+            spare.call.remote(lambda worker: worker.import_model(model_path))  # nobody waits: `setup` imports, too
+
+    async def start_again(self) -> None:
+        """Start again from the first policy, in the spare processes or in new ones."""
+        spares, self.spares = self.spares, []
+        for actor in self.actors:
+            ray.kill(actor)
+        lives = await asyncio.gather(*(self._lives(spare) for spare in spares))
+        ready = {rank: spare for rank, spare in enumerate(spares) if lives[rank]}
+        self.actors = [ready.get(rank) or self._make_actor(rank) for rank in range(len(self.actors))]
+        await self.setup(self._model_path)
+
+    async def _lives(self, spare: Any) -> bool:
+        """Return false for a process that has ended; one that is still importing counts as living."""
+        try:
+            async with asyncio.timeout(self._trainer.answer_timeout_s):
+                await spare.is_alive.remote()
+        except RayActorError:
+            return False
+        except TimeoutError:
+            pass
+        return True
+
+    async def copy_state(self) -> list[Any]:
+        """Copy the state of every rank into the memory of its machine and, where ranks are on several, of another one.
+        Return references to the copies by rank, which are as good as the copies while they are held.
+
+        Raises CheckpointError where there is no room.
+        """
+        try:
+            async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "copying the state in memory"):
+                copies = [actor.copy_state.options(num_returns=2).remote() for actor in self.actors]
+                nodes = await _all([node for _, node in copies])
+                others = [_next_elsewhere(nodes, rank) for rank in range(len(nodes))]
+                held = [
+                    self.actors[other].hold.remote(copy)
+                    for (copy, _), other in zip(copies, others, strict=True)
+                    if other is not None
+                ]
+                await _all(held)
+        except RayError as error:
+            if isinstance(error, RayActorError):
+                raise
+            raise CheckpointError(f"the state cannot be copied in memory: {_reason(error)}") from error
+        return [copy for copy, _ in copies]
+
+    async def load_copies(self, copies: Sequence[Any]) -> None:
+        """Load what `copy_state` returned into the ranks that `start_again` made."""
+        started = time.perf_counter()
+        async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "loading the copies in memory"):
+            load = [
+                actor.call.remote(lambda worker, copy: worker.load_copy(copy), copy)
+                for actor, copy in zip(self.actors, copies, strict=True)
+            ]
+            await _all(load)
+        self.start_s["state"] = time.perf_counter() - started
 
     async def load_checkpoint(self, checkpoint: Path) -> None:
         """Load the checkpoint into the ranks that `setup` made."""
         async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", f"loading {checkpoint}"):
-            await self._on_all(lambda worker: worker.load_checkpoint(checkpoint))
+            started = time.perf_counter()
+            metadata = await asyncio.to_thread((checkpoint / METADATA).read_bytes)
+            disks = await self._disks(checkpoint, metadata)
+            await self._on_each([lambda worker, disk=disk: worker.load_checkpoint(checkpoint, disk) for disk in disks])
+            self.start_s["state"] = time.perf_counter() - started
+
+    async def _disks(self, folder: Path, metadata: bytes | None = None) -> list[Any]:
+        """Return by rank what it reaches the folder through: None where its machine has it, else the driver's machine.
+        `metadata` as in `sees`."""
+        seen = await self._on_all(lambda worker: worker.sees(folder, metadata))
+        if not all(seen) and self._drivers_machine is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            machine: Any = ray.remote(num_cpus=0)(DriversMachine)
+            self._drivers_machine = machine.options(scheduling_strategy=here).remote()
+        return [None if sees else self._drivers_machine for sees in seen]
 
     async def find_lost(self) -> str | None:
         """Return a sentence about a train worker that has died or does not answer, or None."""
-        answer_timeout_s = self._trainer.answer_timeout_s
-        for rank, actor in enumerate(self.actors):
-            try:
-                async with asyncio.timeout(answer_timeout_s):
-                    await actor.is_alive.remote()
-            except RayActorError as error:
-                logger.warning("train worker %d died", rank, exc_info=error)
-                return f"train worker {rank} died"
-            except TimeoutError:
-                return f"train worker {rank} does not answer for trainer.answer_timeout_s={answer_timeout_s:g}"
-        return None
+        timeout_s, key = self._trainer.answer_timeout_s, "trainer.answer_timeout_s"
+        questions = (
+            check(f"train worker {rank}", actor.is_alive.remote(), timeout_s, key)
+            for rank, actor in enumerate(self.actors)
+        )
+        return next(filter(None, await asyncio.gather(*questions)), None)
 
     async def stage_checkpoint(self, folder: Path) -> None:
         """Copy the state of all ranks into host memory and begin to write it. CheckpointError if they cannot now."""
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "staging the checkpoint"):
             try:
-                await self._on_all(lambda worker: worker.stage_checkpoint(folder))
+                disks = await self._disks(folder)
+                await self._on_each([lambda worker, disk=disk: worker.stage_checkpoint(folder, disk) for disk in disks])
             except RuntimeError as error:
                 raise CheckpointError(f"the train workers cannot stage: {_reason(error)}") from error
 
@@ -184,14 +337,32 @@ class TrainWorkerGroup:
             scores = await self._on_data_parallel(calls)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
+    async def old_logprobs(self, batch: MixedBatch) -> OldLogprobs:
+        """Return log pi_old of the step's stale tokens."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
+            calls = [lambda worker, mine=mine: worker.old_logprobs(mine, batch.versions) for mine in batch.rows]
+            return batch.gather(await self._on_data_parallel(calls))
+
     async def logprobs(self, batch: StepBatch) -> FloatArray:
         """Return log pi, [T] over the step's loss tokens."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
-            calls = [lambda worker, mine=mine: worker.logprobs(mine) for mine in batch.micro_batches]
-            return batch.gather(await self._on_each(calls))
+            calls = [lambda worker, mine=mine: worker.logprobs(mine) for mine in self._of_ranks(batch.micro_batches)]
+            return batch.gather(await self._on_data_parallel(calls))
+
+    async def next_token_logprobs(self, batch: StepBatch) -> FloatArray:
+        """Return log pi of every token in the places of the step's loss tokens: [T, V]."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
+            per_rank = self._of_ranks(batch.micro_batches)
+            calls = [lambda worker, mine=mine: worker.next_token_logprobs(mine) for mine in per_rank]
+            answers = await self._on_each(calls)  # of all: those that share rows have computed a part each
+        parts = [part for answer in answers for part in answer if len(part[0])]
+        places, rows = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        logprobs = np.empty((batch.num_tokens, rows.shape[1]), np.float32)
+        logprobs[places] = rows
+        return logprobs
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
-        """Train on the batch on all ranks, or without one only count the step. Return what they made together."""
+        """Train on the batch on all ranks. Without a batch, only count the step. Return the combined result."""
         per_rank = [None] * len(self.actors) if batch is None else self._of_ranks(batch.micro_batches)
         plan = None if batch is None else batch.optimizer_steps
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"training step {global_steps}"):
@@ -201,7 +372,13 @@ class TrainWorkerGroup:
         return StepResult(
             merge_metrics([result.metrics for result in results]),
             batch.gather_trained(tokens) if batch is not None and tokens else None,
+            results[0].weights,
         )
+
+    async def origin(self) -> Origin:
+        """Return the origin of the weights, and the device and the software that compute."""
+        async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "reading the weights"):
+            return (await self._on_all(lambda worker: worker.origin()))[0]
 
     async def publish(self, order: PublishOrder) -> Manifest:
         """Let every rank offer its rows."""
@@ -242,13 +419,28 @@ class TrainWorkerGroup:
         return await _all([a.call.remote(function) for a, function in zip(self.actors, functions, strict=True)])
 
     def kill(self) -> None:
-        for actor in self.actors:
+        for actor in [*self.actors, *self.spares]:
             ray.kill(actor)
 
 
 async def _all(calls: Sequence[Any], first: int = 0) -> list[Any]:
     """Return the answers by rank. Raise what was raised there. `first`: the rank of the first call."""
-    return await asyncio.gather(*(as_raised(call, f"train worker {rank}") for rank, call in enumerate(calls, first)))
+    return await asyncio.gather(*(_answer(call, f"train worker {rank}") for rank, call in enumerate(calls, first)))
+
+
+async def _answer(call: Any, worker: str) -> Any:
+    """Return the answer of a call. Raise what was raised there, and TrainWorkerUnreachableError where the connection
+    broke."""
+    try:
+        return await as_raised(call, worker)
+    except ActorUnavailableError as error:
+        raise TrainWorkerUnreachableError(f"{worker} was out of reach during a call") from error
+
+
+def _next_elsewhere(nodes: Sequence[str], rank: int) -> int | None:
+    """Return the next rank on another node, or None if all are on one."""
+    others = (place % len(nodes) for place in range(rank + 1, rank + len(nodes)))
+    return next((other for other in others if nodes[other] != nodes[rank]), None)
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from weight_sync.adapter import factor_names, is_factor, merged
 from weight_sync.protocol import Adapter, Load, Manifest, NamedTensors
+from weight_sync.receiver.host_memory import HostMemory
 
 LoadWhole = Callable[[Iterable[tuple[str, Tensor]], int], None]
 """Takes (Hugging Face name, whole tensor) of some weights, and how many make a whole model."""
@@ -45,22 +46,24 @@ class Merger:
         elif self._held != adapter.base:
             raise RuntimeError(f"the adapter is for weights {adapter.base}, this worker holds {self._held}")
 
+        base_bytes = sum(entry.nbytes for entry in manifest.tensors if not is_factor(entry.name))
+
         def take(tensors: NamedTensors) -> None:
-            factors = self._keep(tensors, device)
+            factors = self._keep(tensors, device, base_bytes)
             load(self._merged(factors, adapter, device, everything=brings_base), len(self._base))
 
         yield take
         self._held = adapter.base
 
-    def _keep(self, tensors: NamedTensors, device: torch.device) -> dict[str, Tensor]:
+    def _keep(self, tensors: NamedTensors, device: torch.device, base_bytes: int) -> dict[str, Tensor]:
         """Copies the base to the host, and returns copies of the factors on `device`."""
         factors: dict[str, Tensor] = {}
+        memory = HostMemory(base_bytes, pin=device.type == "cuda")
         for name, tensor in tensors:
             if is_factor(name):
                 factors[name] = tensor.to(device, copy=True)
             else:
-                place = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda")
-                self._base[name] = place.copy_(tensor)
+                self._base[name] = memory.empty_like(tensor).copy_(tensor)
         return factors
 
     def _merged(

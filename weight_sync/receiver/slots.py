@@ -6,7 +6,6 @@ swap two entries of that list: requests in flight compute their next token with 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,15 @@ from vllm.lora.request import LoRARequest
 
 from weight_sync.adapter import FACTORS, is_factor
 from weight_sync.protocol import Load, Manifest, NamedTensors
+from weight_sync.receiver.samples import differing, sampled, shortened
 
 LIVE, SPARE = 1, 2
 """Adapters, by the ids that vLLM knows them by."""
 
 
 class AdapterSlots:
-    """What `Shadow` is to weights: `taking` fills the spare slot, `swap_in` makes it live.
+    """The counterpart of `Shadow` for adapters: `taking` fills the spare slot, `swap_in` makes it live, and
+    `require_live` looks whether it is.
 
     Example:
         with slots.taking(manifest) as load:
@@ -34,6 +35,8 @@ class AdapterSlots:
         """Both slots hold an adapter that adds nothing. `lora_manager`: of vLLM's model runner, with max_loras=2."""
         self._manager = lora_manager._adapter_manager
         self._device = device
+        self._staged: list[torch.Tensor] = []
+        """A sample of what the adapter that came last has in each layer."""
         for number in (LIVE, SPARE):
             lora_manager.add_dummy_lora(LoRARequest(f"slot-{number}", number, "in memory"), rank=1)
             self._manager.activate_adapter(number)
@@ -49,7 +52,8 @@ class AdapterSlots:
         if manifest.adapter is None or others:
             what = f"{others[0]} is none" if others else "the version says that it is none"
             raise RuntimeError(f"this engine serves adapters on weights that it loaded itself, and {what}")
-        yield partial(self._write, scale=manifest.adapter.scale)
+        scale = manifest.adapter.scale
+        yield lambda factors: self._write(factors, scale)
 
     def swap_in(self) -> None:
         ids = self._manager.lora_index_to_id
@@ -57,8 +61,28 @@ class AdapterSlots:
         ids[live], ids[spare] = SPARE, LIVE
         self._manager._last_mapping = None  # else a step with the requests of the last one takes its slots, too
 
+    def require_live(self) -> None:
+        """Raise RuntimeError, which names the layers, where the live slot holds another adapter than came last."""
+        names, live = self._held(self._manager.lora_index_to_id.index(LIVE))
+        others = list(dict.fromkeys(differing(names, sampled(live), self._staged)))
+        if others:
+            raise RuntimeError(f"live is another adapter than the one that was staged: {shortened(others)}")
+
+    def _held(self, slot: int) -> tuple[list[str], list[torch.Tensor]]:
+        """Return the tensors of a slot, and to which layer each belongs."""
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        for name, layer in self._manager.modules.items():
+            for attribute, stacked in vars(layer).items():
+                if "lora_" in attribute and attribute.endswith("_stacked"):
+                    each = [stacked] if isinstance(stacked, torch.Tensor) else list(stacked)
+                    names += [name] * len(each)
+                    tensors += [whole[slot] for whole in each]
+        return names, tensors
+
     def _write(self, tensors: NamedTensors, scale: float) -> None:
-        """vLLM fuses the factors of layers that it fused, multiplies B by the scale, and shards."""
+        """Write the factors through vLLM, which fuses those of layers that it fused, multiplies B by the scale, and
+        shards."""
         factors = {name: tensor.to(self._device, copy=True) for name, tensor in tensors}
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=SPARE,
@@ -78,6 +102,7 @@ class AdapterSlots:
                 layer.reset_lora(slot)
             else:
                 layer.set_lora(slot, weights.lora_a, weights.lora_b)
+        self._staged = sampled(self._held(slot)[1])
 
 
 def _peft(factors: Mapping[str, torch.Tensor], scale: float) -> PEFTHelper:
@@ -88,9 +113,14 @@ def _peft(factors: Mapping[str, torch.Tensor], scale: float) -> PEFTHelper:
 
 
 def _renames(model: Any) -> Any:
-    """vLLM's map of names of Hugging Face to its own; None where they are the same."""
+    """Return vLLM's map of names of Hugging Face to its own, or None where they are the same."""
     try:
         mapper = model.hf_to_vllm_mapper
     except AttributeError:
         return None
-    return None if mapper is None else mapper.get_rename_mapper()
+    if mapper is None:
+        return None
+    try:
+        return mapper.get_rename_mapper()
+    except AttributeError:  # vLLM 0.26
+        return mapper.get_unstacked_mapper()

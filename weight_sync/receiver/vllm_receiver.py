@@ -4,31 +4,52 @@ Runs inside vLLM's worker process. Importing it changes what has to be changed o
 """
 
 import contextlib
+import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
+from configs.weight_forms import LATENT_ATTENTION
 from weight_sync import background
 from weight_sync.protocol import Load, Manifest, ReceivingWorker, combine
+from weight_sync.receiver import quantized
+from weight_sync.receiver.file_names import FileNames
 from weight_sync.receiver.merge import LoadWhole, Merger
-from weight_sync.receiver.shadow import Shadow, load_weights
+from weight_sync.receiver.samples import shortened
+from weight_sync.receiver.shadow import Rename, Shadow, load_weights
 from weight_sync.receiver.slots import LIVE, AdapterSlots
-from weight_sync.receiver.vllm_on_cpu import change_vllm
 from weight_sync.transports.registry import receive
 
 if current_platform.is_cpu():
+    from weight_sync.receiver.vllm_on_cpu import change_vllm  # it imports what a GPU's workers need not have
+
     change_vllm()
 
 
-MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON")
+MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
+"""CPU is among them as `change_vllm` has changed it."""
+ABSORBED = {"W_UK_T", "W_UV"}
+"""The parameters that vLLM makes of `kv_b_proj` after loading, for the decode of multi-head latent attention. Kernels
+with other ones (AMX, fp8 on ROCm, query replication) keep more than updates write."""
+
+
+def absorb(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Compute W_UK_T and W_UV in place from the kv_b_proj that was loaded, by each attention's own code. That code also
+    resets the scales of its KV cache, which belong to the engine that computes: it gets copies of them."""
+    for attention in model.modules():
+        if isinstance(attention, MLAAttention):
+            shared: Any = copy.copy(attention)  # with the same parameters
+            shared.__dict__["_buffers"] = {name: copy.deepcopy(buffer) for name, buffer in attention._buffers.items()}
+            shared.process_weights_after_loading(dtype)
 
 
 class WeightReceiver:
@@ -43,23 +64,30 @@ class WeightReceiver:
     receiver_shadow: Shadow | None = None
     receiver_slots: AdapterSlots | None = None
     receiver_merger: Merger | None = None
+    receiver_names: FileNames | None = None
     receiver_staging: "Staging | None" = None
+    receiver_tensors: frozenset[str] = frozenset()
+    """The names of the tensors of the last version: a later one has them too."""
     receiver_stream: torch.cuda.Stream | None = None
     """The same for all versions, because memory that was freed on one stream is not used again on another."""
 
     def receiver_open_slots(self) -> int:
-        """For an engine that serves adapters: returns the id of the one that its requests have to name."""
+        """Open the slots of an engine that serves adapters. Returns the id of the one that its requests have to
+        name."""
         self._receiver_slots()
         return LIVE
 
     def receiver_stage(self, pickled: bytes, replica: str, on_device: bool) -> None:
         """Receives in a thread: this call must not keep the engine from its steps."""
-        manifest, worker = pickle.loads(pickled), self._receiver_worker(replica)
+        manifest, worker = self._receiver_manifest(pickled), self._receiver_worker(replica)
         if self._receiver_serves_adapters():
             place, taking = self._receiver_slots(), self._receiver_slots().taking
         else:
-            place = self._receiver_shadow(on_device)
-            taking = partial(self._receiver_merging, load=place.load)
+            place = shadow = self._receiver_shadow(on_device)
+
+            def taking(manifest: Manifest) -> AbstractContextManager[Load]:
+                return self._receiver_merging(manifest, partial(shadow.load, constants=manifest.constants))
+
         if self.receiver_stream is None and self._receiver_device(True).type == "cuda":
             torch.cuda.synchronize()  # the copies are made on the engine's stream, and staged over on another
             self.receiver_stream = torch.cuda.Stream()
@@ -67,7 +95,7 @@ class WeightReceiver:
         self.receiver_staging = Staging(manifest, worker, taking, place, stream, before)
 
     def receiver_staged(self) -> int | None:
-        """The checksum of what was staged, None while it is still received. Raises what went wrong."""
+        """Return the checksum of what was staged, None while it is still received. Raises what went wrong."""
         assert self.receiver_staging is not None
         try:
             return self.receiver_staging.result()
@@ -76,7 +104,8 @@ class WeightReceiver:
             raise
 
     def receiver_swap(self, global_steps: int) -> tuple[int, int]:
-        """While paused: copies the staged weights over the live ones. Returns (global_steps, checksum)."""
+        """While paused: copies the staged weights over the live ones. Returns (global_steps, checksum). RuntimeError
+        when others are live then, which are named."""
         staging = self.receiver_staging
         checksum = None if staging is None else staging.result()
         staged = None if staging is None or checksum is None else staging.global_steps
@@ -86,39 +115,91 @@ class WeightReceiver:
         self.receiver_staging = None
         with torch.inference_mode():
             staging.place.swap_in()
+            staging.place.require_live()
         return self._receiver_done(global_steps, checksum)
 
     def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
         """While paused: receives straight into the live parameters. Returns (global_steps, checksum)."""
-        manifest, worker = pickle.loads(pickled), self._receiver_worker(replica)
+        manifest, worker = self._receiver_manifest(pickled), self._receiver_worker(replica)
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
             if self._receiver_serves_adapters():
                 with self._receiver_slots().taking(manifest) as load:
                     checksums = receive(manifest, worker, load)
                 self._receiver_slots().swap_in()
+                self._receiver_slots().require_live()
             else:
                 self._receiver_refuse_transformed()
-                with self._receiver_merging(manifest, load=partial(load_weights, self._receiver_model())) as load:
+                if self.vllm_config.model_config.quantization is not None:  # pyright: ignore
+                    raise RuntimeError("weight_sync.staging=none: quantized weights are made in a shadow")
+                model = self._receiver_model()
+                rename = self._receiver_rename()
+
+                def load_whole(tensors: Iterable[tuple[str, torch.Tensor]], num_tensors: int) -> None:
+                    load_weights(model, tensors, num_tensors, rename, self._receiver_finish)
+
+                with self._receiver_merging(manifest, load_whole) as load:
                     checksums = receive(manifest, worker, load)
         return self._receiver_done(manifest.global_steps, combine(checksums))
+
+    def _receiver_manifest(self, pickled: bytes) -> Manifest:
+        """Return the manifest. RuntimeError when a tensor is missing that the version before had: its values would stay
+        behind, and no checksum would differ."""
+        manifest: Manifest = pickle.loads(pickled)
+        if manifest.adapter is not None:  # a layer without factors has none from then on
+            return manifest
+        names = frozenset(entry.name for entry in manifest.tensors)
+        if missing := sorted(self.receiver_tensors - names):
+            raise RuntimeError(f"version {manifest.global_steps} lacks tensors of the one before: {shortened(missing)}")
+        self.receiver_tensors = names
+        return manifest
 
     def _receiver_done(self, global_steps: int, checksum: int) -> tuple[int, int]:
         if self._receiver_device(True).type == "cuda":
             torch.cuda.synchronize()
         return global_steps, checksum
 
-    def _receiver_refuse_transformed(self) -> None:
-        """Raises for models that keep weights in another form than they load: copies of those would be wrong."""
+    def receiver_refusal(self) -> str | None:
+        """Return why updates cannot reach the weights of this engine: it keeps them in another form than it loads, so
+        that copies would be wrong. None where they can, and where it takes adapters only."""
+        if self._receiver_serves_adapters():
+            return None
         model = self.vllm_config.model_config  # pyright: ignore[reportAttributeAccessIssue]
-        if model.quantization is not None or model.use_mla:
-            what = "multi-head latent attention" if model.use_mla else f"quantization={model.quantization}"
-            raise RuntimeError(f"weights of a model with {what} cannot be updated: it transforms them after loading")
+        if model.quantization is not None:
+            if model.use_mla:
+                return f"updates of multi-head latent attention with quantization={model.quantization} are untested"
+            if (reason := quantized.refusal(self._receiver_model())) is not None:
+                return reason
+        if model.use_mla and (kind := model.hf_text_config.model_type) not in LATENT_ATTENTION:
+            allowed = ", ".join(sorted(LATENT_ATTENTION))
+            return f"updates of the multi-head latent attention of {kind} are untested: they are for {allowed}"
         for module in self._receiver_model().modules():
+            if isinstance(module, MLAAttention) and set(module._parameters) != ABSORBED:
+                what = (
+                    f"multi-head latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
+                )
+                return f"{what}: on a CPU, set rollout.engine_args.attention_backend=CPU_MLA"
             if isinstance(module, UnquantizedFusedMoEMethod):
                 backend = module.unquantized_backend.name
                 if backend not in MOE_BACKENDS_THAT_KEEP_WEIGHTS:
                     what = f"experts cannot be updated with vLLM's MoE backend {backend}: it transforms their weights"
-                    raise RuntimeError(f"{what}; {' and '.join(MOE_BACKENDS_THAT_KEEP_WEIGHTS)} do not")
+                    return f"{what}: set rollout.engine_args.moe_backend=triton, which does not"
+        return None
+
+    def _receiver_refuse_transformed(self) -> None:
+        if (reason := self.receiver_refusal()) is not None:
+            raise RuntimeError(reason)
+
+    def _receiver_rename(self) -> Rename:
+        """Return the function that renames weights to their names in files, for which vLLM's loaders are made. Only a
+        mixture of experts has other names in the trainer."""
+        if not any(isinstance(module, UnquantizedFusedMoEMethod) for module in self._receiver_model().modules()):
+            return iter
+        if self.receiver_names is None:
+            self.receiver_names = FileNames.of_model(self.vllm_config.model_config.model)  # pyright: ignore
+        return self.receiver_names.reverted
+
+    def _receiver_finish(self, model: torch.nn.Module) -> None:
+        absorb(model, self.vllm_config.model_config.dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _receiver_serves_adapters(self) -> bool:
         return self.vllm_config.lora_config is not None  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,11 +213,14 @@ class WeightReceiver:
     def _receiver_shadow(self, on_device: bool) -> Shadow:
         self._receiver_refuse_transformed()
         if self.receiver_shadow is None:
-            self.receiver_shadow = Shadow(self._receiver_model(), self._receiver_device(on_device))
+            device = self._receiver_device(on_device)
+            self.receiver_shadow = Shadow(
+                self._receiver_model(), device, self._receiver_rename(), self._receiver_finish, quantized.QUANTIZED
+            )
         return self.receiver_shadow
 
     def _receiver_merging(self, manifest: Manifest, load: LoadWhole) -> AbstractContextManager[Load]:
-        """By the same merger for all versions, because it keeps what adapters are merged into."""
+        """Load by the same merger for all versions, because it keeps what adapters are merged into."""
         self.receiver_merger = self.receiver_merger or Merger()
         return self.receiver_merger.merging(manifest, self._receiver_device(True), load)
 
@@ -154,14 +238,7 @@ class WeightReceiver:
 
 
 STAGE_WAIT_S = 0.005
-"""How long the call that begins to stage waits for the end: a small model is staged in one call."""
-
-
-class Place(Protocol):
-    """Where a version waits beside the one that computes."""
-
-    def swap_in(self) -> None:
-        """Make it the one that computes."""
+"""The seconds for which the call that begins to stage waits for the end: a small model is staged in one call."""
 
 
 class Staging:
@@ -172,13 +249,18 @@ class Staging:
         manifest: Manifest,
         worker: ReceivingWorker,
         taking: Callable[[Manifest], AbstractContextManager[Load]],
-        place: Place,
+        place: Shadow | AdapterSlots,
         stream: torch.cuda.Stream | None,
         before: "Staging | None",
     ):
-        """`taking`: yields what loads into the place. `stream`: another one than the engine's; None on CPU. `before`:
-        the staging of the last call, whose end this one waits for, since it may still write into the place after its
-        transfer was given up."""
+        """
+        Args:
+            taking: yields what loads into the place.
+            place: holds the version beside the one that computes.
+            stream: another one than the engine's; None on CPU.
+            before: the staging of the last call, whose end this one waits for, since it may still write into the place
+                after its transfer was given up.
+        """
 
         def stage() -> int:
             if before is not None:

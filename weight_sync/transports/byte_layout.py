@@ -28,21 +28,21 @@ def rank_layout(entries: Sequence[TensorEntry], rank: int, num_ranks: int) -> tu
     """Places of one trainer rank's rows in a string of its own. `entries` are of whole tensors."""
     sizes = []
     for entry in entries:
-        first, last = _rows_of(entry.shape, rank, num_ranks)
+        first, last = _rank_rows(entry.shape, rank, num_ranks)
         shape = (last - first, *entry.shape[1:]) if entry.shape or rank else ()
-        start, end = part_of(entry, rank, num_ranks)
+        start, end = rank_part(entry, rank, num_ranks)
         sizes.append((entry.name, entry.dtype, shape, end - start))
     return _place(sizes)
 
 
-def part_of(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
+def rank_part(entry: TensorEntry, rank: int, num_ranks: int) -> tuple[int, int]:
     """[start, end) of the bytes of a whole tensor that a trainer rank holds and sends."""
-    first, last = _rows_of(entry.shape, rank, num_ranks)
+    first, last = _rank_rows(entry.shape, rank, num_ranks)
     row_bytes = entry.nbytes // max(entry.shape[0] if entry.shape else 1, 1)
     return entry.offset + first * row_bytes, entry.offset + last * row_bytes
 
 
-def _rows_of(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
+def _rank_rows(shape: Sequence[int], rank: int, num_ranks: int) -> tuple[int, int]:
     """[first, last) of the rows that a rank holds. FSDP2 shards dimension 0 as `torch.chunk` does: equal parts rounded
     up, so the last ranks get less, or nothing. A tensor without dimensions is one row, of rank 0."""
     rows = shape[0] if shape else 1
@@ -79,10 +79,10 @@ def checked(
     """(entry, rows) of each of a rank's tensors. ValueError when one is missing, out of order, or of another dtype or
     size: nothing is cast here."""
     for entry, (name, tensor) in zip(own, tensors, strict=True):
-        found = (name, dtype_name(tensor.dtype), tensor.nbytes)
-        if found != (entry.name, entry.dtype, entry.nbytes):
+        actual = (name, dtype_name(tensor.dtype), tensor.nbytes)
+        if actual != (entry.name, entry.dtype, entry.nbytes):
             expected = (entry.name, entry.dtype, list(entry.shape))
-            raise ValueError(f"expected {entry.nbytes} bytes of {expected}, got {found} of shape {list(tensor.shape)}")
+            raise ValueError(f"expected {entry.nbytes} bytes of {expected}, got {actual} of shape {list(tensor.shape)}")
         yield entry, tensor.detach()
 
 
@@ -153,8 +153,8 @@ def read(windows: Iterable[torch.Tensor], entries: Sequence[TensorEntry]) -> Nam
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
-def join(of_ranks: Sequence[Iterable[tuple[str, torch.Tensor]]], entries: Sequence[TensorEntry]) -> NamedTensors:
+def join(rank_parts: Sequence[Iterable[tuple[str, torch.Tensor]]], entries: Sequence[TensorEntry]) -> NamedTensors:
     """(name, whole tensor) from every rank's rows. Where one rank holds all of a tensor, it is not copied."""
-    for entry, parts in zip(entries, zip(*of_ranks, strict=True), strict=True):
+    for entry, parts in zip(entries, zip(*rank_parts, strict=True), strict=True):
         held = [tensor for _, tensor in parts if tensor.numel()] or [parts[0][1]]
         yield entry.name, (held[0] if len(held) == 1 else torch.cat(held)).view(entry.shape)

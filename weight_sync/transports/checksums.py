@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from weight_sync.protocol import Checksums, Load, Manifest, NamedTensors, TensorEntry
-from weight_sync.transports.byte_layout import as_bytes, part_of
+from weight_sync.transports.byte_layout import as_bytes, rank_part
 
 ROW = 512
 """Words of 8 bytes that one sum covers."""
@@ -44,10 +44,10 @@ def summed(
         yield entry, contiguous
 
 
-def checksums_of(tensor: torch.Tensor, entry: TensorEntry, num_ranks: int) -> list[int]:
+def part_checksums(tensor: torch.Tensor, entry: TensorEntry, num_ranks: int) -> list[int]:
     """The checksum of each rank's rows of a whole tensor."""
     flat = as_bytes(tensor)
-    parts = (part_of(entry, rank, num_ranks) for rank in range(num_ranks))
+    parts = (rank_part(entry, rank, num_ranks) for rank in range(num_ranks))
     return [checksum(flat[start - entry.offset : end - entry.offset]) for start, end in parts]
 
 
@@ -59,14 +59,14 @@ def load_verified(tensors: NamedTensors, manifest: Manifest, load: Load) -> tupl
 
     def verified() -> NamedTensors:
         for index, (entry, (name, tensor)) in enumerate(zip(manifest.tensors, tensors, strict=True)):
-            found = checksums_of(tensor, entry, manifest.num_ranks)
-            require_same(name, found, [of_rank[index] for of_rank in expected])
+            actual = part_checksums(tensor, entry, manifest.num_ranks)
+            require_same(name, actual, [rank_checksums[index] for rank_checksums in expected])
             yield name, tensor
 
     load(verified())
     return expected
 
 
-def require_same(name: str, found: list[int], sent: list[int]) -> None:
-    if found != sent:
-        raise RuntimeError(f"{name} came with checksums {found}, sent were {sent}")
+def require_same(name: str, actual: list[int], sent: list[int]) -> None:
+    if actual != sent:
+        raise RuntimeError(f"{name} came with checksums {actual}, sent were {sent}")

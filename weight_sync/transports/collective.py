@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from configs.runtime.network import own_address
 from weight_sync.protocol import (
     Checksums,
     Load,
@@ -21,12 +22,11 @@ from weight_sync.protocol import (
     TensorEntry,
 )
 from weight_sync.transports import byte_layout
-from weight_sync.transports.checksums import checksums_of, require_same, summed
+from weight_sync.transports.checksums import part_checksums, require_same, summed
 from weight_sync.transports.locations import Meeting
 from weight_sync.transports.process_group import (
     Membership,
     Transfer,
-    own_address,
     report_failure,
     serve_store,
 )
@@ -98,23 +98,23 @@ class CollectiveReceiver(Receiver):
         device = torch.device(worker.device)
         self._membership = self._membership or Membership(device)
         entries, num_ranks = manifest.tensors, manifest.num_ranks
-        found: list[list[int]] = []
+        actual: list[list[int]] = []
 
         def tensors(transfer: Transfer) -> NamedTensors:
             strings, window = _windows(manifest)
             windows = _broadcasts(transfer, byte_layout.schedule(strings, window), device)
             joined = byte_layout.join([byte_layout.read(windows, own) for own in strings], entries)
             for entry, (name, tensor) in zip(entries, joined, strict=True):
-                found.append(checksums_of(tensor, entry, num_ranks))
+                actual.append(part_checksums(tensor, entry, num_ranks))
                 yield name, tensor
 
         with self._membership.transfer(meeting, meeting.first_rank[worker.replica] + worker.index) as transfer:
             load(tensors(transfer))
-            if len(found) < len(entries):  # the other members would wait for this one until the deadline
-                raise RuntimeError(f"{entries[len(found)].name} was not loaded, nor what follows it")
+            if len(actual) < len(entries):  # the other members would wait for this one until the deadline
+                raise RuntimeError(f"{entries[len(actual)].name} was not loaded, nor what follows it")
             sent = _exchange(transfer, [0] * len(entries), num_ranks, device)
-        for entry, of_tensor, expected in zip(entries, found, zip(*sent, strict=True), strict=True):
-            require_same(entry.name, of_tensor, list(expected))
+        for entry, tensor_checksums, expected in zip(entries, actual, zip(*sent, strict=True), strict=True):
+            require_same(entry.name, tensor_checksums, list(expected))
         return sent
 
 

@@ -6,8 +6,7 @@ others too, where the GPUs can reach one another.
 Never run until now: written after torch/csrc/StorageSharing.cpp and vLLM's IPC weight transfer.
 """
 
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiver, ReceivingWorker, TensorEntry
 from weight_sync.transports.byte_layout import join, length, pack, rank_layout, read, window_bytes
 from weight_sync.transports.checksums import load_verified, summed
-from weight_sync.transports.locations import GpuMemory
+from weight_sync.transports.locations import GpuMemory, this_machine
 from weight_sync.transports.sender import RankSender, Rows
 
 
@@ -45,7 +44,7 @@ class CudaIpcSender(RankSender):
         for _ in pack(summed(rows, checksums), iter(self._buffers).__next__):
             pass
         torch.cuda.synchronize(self._device)  # a replica that maps the memory waits for no stream of this process
-        return GpuMemory(socket.gethostname(), self._handles), checksums
+        return GpuMemory(this_machine(), self._handles), checksums
 
     def _reserve(self, nbytes: int) -> None:
         """Room for at least so many bytes. Handles are exported once, because torch never gives back memory whose
@@ -63,21 +62,31 @@ class CudaIpcReceiver(Receiver):
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the trainer's memory. Raises RuntimeError where it cannot be mapped."""
         device, host = torch.device(worker.device), manifest.locations[0].host
-        if device.type != "cuda" or host != socket.gethostname():
+        if device.type != "cuda" or host != this_machine():
             raise RuntimeError(
                 f"weight_sync.transport=cuda_ipc: the trainer's GPUs are on {host}, this replica is on {device} of "
-                f"{socket.gethostname()}; between machines collective works"
+                f"{this_machine()}; between machines collective works"
             )
-        of_ranks = []
-        for rank, memory in enumerate(manifest.locations):
-            own = rank_layout(manifest.tensors, rank, manifest.num_ranks)
-            of_ranks.append(read(_opened(memory.handles, rank, device), own))
-        return load_verified(join(of_ranks, manifest.tensors), manifest, load)
+        # All memory is mapped before anything is loaded, and until the last copy of it has ended.
+        strings = [rank_layout(manifest.tensors, rank, manifest.num_ranks) for rank in range(manifest.num_ranks)]
+        buffers = [
+            _opened(memory.handles, length(own), rank, device)
+            for rank, (memory, own) in enumerate(zip(manifest.locations, strings, strict=True))
+        ]
+        rank_parts = [read(opened, own) for opened, own in zip(buffers, strings, strict=True)]
+        try:
+            return load_verified(join(rank_parts, manifest.tensors), manifest, load)
+        finally:
+            torch.cuda.current_stream(device).synchronize()
 
 
-def _opened(handles: Sequence[tuple[Any, ...]], rank: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """The buffers, on `device`, wherever the memory is."""
+def _opened(handles: Sequence[tuple[Any, ...]], nbytes: int, rank: int, device: torch.device) -> list[torch.Tensor]:
+    """The buffers that hold so many bytes, on `device`, wherever the memory is."""
+    torch.cuda.init()  # what opens handles reads tables that are empty before
+    opened: list[torch.Tensor] = []
     for handle in handles:
+        if sum(map(len, opened)) >= nbytes:
+            break
         try:
             storage = torch.UntypedStorage._new_shared_cuda(device.index or 0, *handle, False)
         except RuntimeError as error:
@@ -85,4 +94,5 @@ def _opened(handles: Sequence[tuple[Any, ...]], rank: int, device: torch.device)
                 f"weight_sync.transport=cuda_ipc: this replica's GPU cannot map the memory of trainer rank {rank}'s "
                 f"({str(error).splitlines()[0]}); shared_memory and collective need no access between GPUs"
             ) from error
-        yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        opened.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+    return opened

@@ -1,4 +1,4 @@
-"""Only what changed, over any other transport.
+"""A transport that sends only what changed, over any other transport.
 
 Between optimizer steps of RL most weights in bfloat16 are the same to the last bit: the step is smaller than half the
 distance to the format's next value. So every rank compares its rows with those that it published before, and sends
@@ -25,8 +25,8 @@ from weight_sync.protocol import (
     TensorEntry,
     TensorSpec,
 )
-from weight_sync.transports.byte_layout import part_of
-from weight_sync.transports.checksums import checksum, checksums_of
+from weight_sync.transports.byte_layout import rank_part
+from weight_sync.transports.checksums import checksum, part_checksums
 from weight_sync.transports.locations import Changes
 from weight_sync.transports.sender import RankSender, Rows
 
@@ -148,7 +148,7 @@ class DeltaReceiver(Receiver):
         def load(received: NamedTensors) -> None:
             for index, kind in changes.encoding:
                 tensor, entry = self._tensors[index], manifest.tensors[index]
-                places = (place - entry.offset for place in part_of(entry, rank, manifest.num_ranks))
+                places = (place - entry.offset for place in rank_part(entry, rank, manifest.num_ranks))
                 rows = tensor.view(-1)[slice(*(place // tensor.element_size() for place in places))]
                 if kind == WHOLE:
                     rows.copy_(next(received)[1].reshape(-1))
@@ -163,13 +163,13 @@ class DeltaReceiver(Receiver):
     def _verify(self, manifest: Manifest, touched: set[int], expected: tuple[Checksums, ...]) -> None:
         """The trainer's checksums are of all its rows: where nothing was sent, the base's must be the same."""
         for index, entry in enumerate(manifest.tensors):
-            sent = [of_rank[index] for of_rank in expected]
+            sent = [rank_checksums[index] for rank_checksums in expected]
             if index in touched:
-                found = checksums_of(self._tensors[index], entry, manifest.num_ranks)
+                actual = part_checksums(self._tensors[index], entry, manifest.num_ranks)
             else:
-                found = [of_rank[index] for of_rank in self._checksums]
-            if found != sent:
-                raise RuntimeError(f"{entry.name} has checksums {found} after the changes, the trainer's has {sent}")
+                actual = [rank_checksums[index] for rank_checksums in self._checksums]
+            if actual != sent:
+                raise RuntimeError(f"{entry.name} has checksums {actual} after the changes, the trainer's has {sent}")
 
 
 def changed(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

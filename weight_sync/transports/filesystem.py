@@ -54,8 +54,8 @@ class FilesystemReceiver(Receiver):
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the mapped files, where one rank holds all of a tensor. Raises RuntimeError when a file does
         not exist, be it because a newer version has been published."""
-        of_ranks = [_read(path, manifest.tensors) for path in manifest.locations]
-        return load_verified(join(of_ranks, manifest.tensors), manifest, load)
+        rank_parts = [_read(path, manifest.tensors) for path in manifest.locations]
+        return load_verified(join(rank_parts, manifest.tensors), manifest, load)
 
 
 def _read(path: Path, entries: Sequence[TensorEntry]) -> NamedTensors:
@@ -73,7 +73,7 @@ def _read(path: Path, entries: Sequence[TensorEntry]) -> NamedTensors:
 
 
 def _remove(file: Path) -> None:
-    """Its folder too, when it was the last file in it."""
+    """Remove a file, and its folder when it was the last one in it."""
     file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         file.parent.rmdir()

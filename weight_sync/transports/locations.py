@@ -1,13 +1,20 @@
-"""Where the bytes of each transport are: the `locations` of its manifests.
+"""The places of each transport's bytes: the `locations` of its manifests.
 
 Nothing here needs torch, because manifests pass through the driver.
 """
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from configs.runtime.network import own_address
 from weight_sync.protocol import Checksums, Manifest
+
+
+def this_machine() -> str:
+    """Return the name of this machine with its address: containers on two machines may have one name."""
+    return f"{socket.gethostname()} ({own_address()})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What is sent of one rank's rows, by another transport."""
+    """The part of one rank's rows that is sent, by another transport."""
 
     base: int | None
     """The version that they are changes of; None: all rows are sent."""
@@ -51,4 +58,4 @@ class Changes:
     """(index of a tensor, "sparse" or "whole"), in the order in which they are sent."""
     inner: Manifest
     checksums: Checksums
-    """Of all rows, after the changes."""
+    """The checksums of all rows, after the changes."""

@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from configs.runtime.network import own_address
 from weight_sync import background
 from weight_sync.transports.locations import Meeting
 
 STORE_TIMEOUT_S = 60.0
-"""For one call to the store, which answers at once unless its process is gone."""
+"""The deadline of one call to the store, which answers at once unless its process is gone."""
 LOOK_S = 0.2
-"""How often a waiting member looks whether another one has failed."""
+"""The time after which a waiting member looks again whether another one has failed."""
 
 
 def serve_store() -> TCPStore:
@@ -41,16 +42,6 @@ def serve_store() -> TCPStore:
 def connect_store(host: str, port: int, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def own_address() -> str:
-    """The address by which other machines reach this one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks which way a packet would leave
-        except OSError:  # without a way out, no member can be on another machine
-            return "127.0.0.1"
-        return probe.getsockname()[0]
 
 
 def report_failure(store: Store, nonce: str, reason: str) -> None:
@@ -77,16 +68,23 @@ class Transfer:
         """Waits for all members, and returns whether every one of them holds the group `held`."""
         keys = {f"member {rank}": name for rank, name in enumerate(self._meeting.members)}
         mine, nonce = f"{self._meeting.nonce} {held}", self._meeting.nonce.encode()
+        self._store.set(f"place {self._meeting.members[self._rank]}", f"{socket.gethostname()}, {own_address()}")
         self._store.set(f"member {self._rank}", mine)
 
         def have(keys: list[str]) -> bool:
             return self._store.check(keys) and all(value.startswith(nonce) for value in self._store.multi_get(keys))
 
         def problem() -> str:
-            return f"{', '.join(name for key, name in keys.items() if not have([key]))} did not come"
+            missing = ", ".join(f"{name}{self._last_place(name)}" for key, name in keys.items() if not have([key]))
+            return f"{missing} did not come to {self._meeting.host}:{self._meeting.port}"
 
         self._until(lambda: have(list(keys)), 0.005, problem)
         return bool(held) and set(self._store.multi_get(list(keys))) == {mine.encode()}
+
+    def _last_place(self, member: str) -> str:
+        """Return where the member was when it came to an earlier transfer."""
+        key = f"place {member}"
+        return f" (last on {self._store.get(key).decode()})" if self._store.check([key]) else ""
 
     def in_thread(self, make: Callable[[], Any]) -> Any:
         """Returns what `make` makes, which blocks until every member calls it too. It runs in a thread, which is

@@ -15,7 +15,7 @@ _receivers: dict[str, Receiver] = {}
 
 
 def make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int, device: "torch.device") -> Sender:
-    """The sender of a trainer rank whose parameters are on `device`. `owner` names what this run publishes."""
+    """Return the sender of a trainer rank whose parameters are on `device`. `owner` names what this run publishes."""
     from weight_sync.transports import collective, cuda_ipc, delta, filesystem, shared_memory
 
     bucket_bytes = config.bucket_mb * 2**20
@@ -35,7 +35,7 @@ def make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int,
 
 
 def receive(manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
-    """Receives by the manifest's transport: see `Receiver.receive`."""
+    """Receive by the manifest's transport, as `Receiver.receive` says."""
     if manifest.transport not in _receivers:
         _receivers[manifest.transport] = make_receiver(manifest.transport)
     return _receivers[manifest.transport].receive(manifest, worker, load)

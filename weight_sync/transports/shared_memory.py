@@ -2,17 +2,16 @@
 
 import fcntl
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from weight_sync.protocol import Checksums, Load, Manifest, PublishOrder, Receiver, ReceivingWorker, TensorEntry
-from weight_sync.transports.byte_layout import length, part_of, read
+from weight_sync.transports.byte_layout import length, rank_part, read
 from weight_sync.transports.checksums import checksum, load_verified
 from weight_sync.transports.cleanup import shared_path
-from weight_sync.transports.locations import SharedFile
+from weight_sync.transports.locations import SharedFile, this_machine
 from weight_sync.transports.sender import RankSender, Rows
 
 
@@ -41,19 +40,19 @@ class SharedMemorySender(RankSender):
         elif self._rank == 0:
             self._path.rename(path)
         self._path = path
-        return SharedFile(socket.gethostname(), str(path)), self._write(entries, rows)
+        return SharedFile(this_machine(), str(path)), self._write(entries, rows)
 
     def _write(self, entries: Sequence[TensorEntry], rows: Rows) -> list[int]:
         checksums = []
         for entry, (_, tensor) in zip(entries, rows, strict=True):
-            start, end = part_of(entry, self._rank, self._num_ranks)
+            start, end = rank_part(entry, self._rank, self._num_ranks)
             place = self._buffer[start:end]
             place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             checksums.append(checksum(place))
         return checksums
 
     def _remove_file(self) -> None:
-        """Mappings that are still open stay valid."""
+        """Remove the file. Mappings that are still open stay valid."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
         if self._lock is not None:
@@ -64,7 +63,7 @@ class SharedMemorySender(RankSender):
 class SharedMemoryReceiver(Receiver):
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         """Loads views of the file. Raises RuntimeError on another host."""
-        hosts = {file.host for file in manifest.locations} | {socket.gethostname()}
+        hosts = {file.host for file in manifest.locations} | {this_machine()}
         if len(hosts) > 1:
             raise RuntimeError(
                 f"weight_sync.transport=shared_memory needs replicas and trainer on one machine, they are on "

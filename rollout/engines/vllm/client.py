@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from typing import Any
 
+from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,25 +26,25 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from rollout.engines.admission import Admission
 from rollout.engines.usage import Usage
+from rollout.engines.vllm.kept_logprobs import KeptLogprobs
 from rollout.engines.vllm.markers import OutputMarkers
-from rollout.engines.vllm.outputs import unstarted_answer, with_its_end
 from rollout.engines.vllm.stop_strings import continue_texts
 from rollout.request_ids import ClientNames, repeated
 
 HAS_NATIVE_VERSIONS = "weight_versions" in CompletionOutput.__dataclass_fields__
-"""Since 0.32. From 0.27 on the engine takes a version, but labels no tokens with it."""
+"""True since 0.32. From 0.27 on the engine takes a version, but labels no tokens with it."""
 
 
 ABORTS_SEEN_S = 0.01
-"""How soon a freeze sees that a request which it waits for is gone: no output says so."""
+"""The seconds after which a freeze sees that a request which it waits for is gone: no output says so."""
 
 
 class GatedLLM(AsyncLLM):
     """AsyncLLM whose every request passes the admission, is salted with the version, and waits while held."""
 
     def open_gate(self, max_num_seqs: int, prefill_grace_s: float) -> None:
-        """Called once before the first request. `prefill_grace_s`: how long a freeze waits for admitted requests to be
-        prefilled before it takes them back."""
+        """Set up the gate, once and before the first request. `prefill_grace_s`: how long a freeze waits for admitted
+        requests to be prefilled before it takes them back."""
         self.admission = Admission(max_num_seqs)
         self.prefill_grace_s = prefill_grace_s
         self.global_steps = -1
@@ -64,11 +65,12 @@ class GatedLLM(AsyncLLM):
 
         def counted(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             states = processor.request_states  # an aborted request has none
-            for one in outputs:
-                if (state := states.get(one.request_id)) is not None:
-                    self.usage.tokens += len(one.new_token_ids)
-                    if state.is_prefilling and one.new_token_ids:
+            for output in outputs:
+                if (state := states.get(output.request_id)) is not None:
+                    self.usage.tokens += len(output.new_token_ids)
+                    if state.is_prefilling and output.new_token_ids:
                         self.usage.began(self._client_name(state))
+                        _keep_only_what_was_left(state.logprobs_processor)
             self.outputs_came.set()
             return process_outputs(outputs, *args, **kwargs)
 
@@ -105,7 +107,7 @@ class GatedLLM(AsyncLLM):
                     async for output in outputs:
                         if output.finished and inside_id in self.withdrawn:
                             break  # taken back before its first token: submit again, with the new salt
-                        yield with_its_end(output)
+                        yield _with_end(output)
                 if inside_id not in self.withdrawn:
                     return
                 self.withdrawn.discard(inside_id)
@@ -114,7 +116,7 @@ class GatedLLM(AsyncLLM):
                 self.admission.leave(last_id)
                 may_run = await self.admission.enter(inside_id, sampling_params.n, is_continuation=True)
                 self.num_restarted += may_run
-            yield unstarted_answer(request_id, prompt, sampling_params)
+            yield _unstarted_answer(request_id, prompt, sampling_params)
         finally:
             self.withdrawn.discard(inside_id)
             self.client_ids.pop(inside_id, None)
@@ -122,7 +124,8 @@ class GatedLLM(AsyncLLM):
             self.usage.change(-1)
 
     def _name_inside(self, request_id: str) -> str:
-        """An id that is not in use. A client over HTTP may send one twice, and a request taken back is sent again."""
+        """Return an id that is not in use. A client over HTTP may send one twice, and a request taken back is sent
+        again."""
         if not self.admission.has(request_id):
             return request_id
         inside_id = repeated(request_id, next(self.numbers))
@@ -140,7 +143,14 @@ class GatedLLM(AsyncLLM):
         self.admission.turn_away(known)
         if running:
             await self.abort(running)
+            self._require_ended(running)
         return list(known.values())
+
+    def _require_ended(self, names: Collection[str]) -> None:
+        """Raise RuntimeError for requests that vLLM still runs after it was told to abort them: it ignores names that
+        it does not know."""
+        if left := {state.external_req_id for state in self.output_processor.request_states.values()} & set(names):
+            raise RuntimeError(f"vLLM has ignored the abort of {', '.join(sorted(left))}, and runs on")
 
     async def freeze(self, clear_cache: bool) -> None:
         """While held: let the requests inside finish their prefill, then stop the scheduler, which keeps them."""
@@ -168,7 +178,7 @@ class GatedLLM(AsyncLLM):
         return time.monotonic() - frozen_at
 
     async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
-        """collective_rpc, but with the answers of all data-parallel engines instead of the first one's."""
+        """Call collective_rpc, but return the answers of all data-parallel engines instead of the first one's."""
         call = ("collective_rpc", method, None, args, None)
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return await self.collective_rpc(method, args=args)
@@ -177,12 +187,12 @@ class GatedLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*engines) for answer in answers]
 
     async def _open_slots(self) -> LoRARequest:
-        """The adapter of the live slot. The workers hold it in memory, and look for no file."""
+        """Return the adapter of the live slot. The workers hold it in memory, and look for no file."""
         number, *_ = await self.on_every_worker("receiver_open_slots")
         return LoRARequest("policy", number, "in memory")
 
     def output_counts(self) -> dict[str, int]:
-        """Tokens that each running request has sampled. Exact only while frozen."""
+        """Return how many tokens each running request has sampled. Exact only while frozen."""
         return {name: state.detokenizer.num_output_tokens() for name, state in self.running_states().items()}
 
     def _client_name(self, state: Any) -> str:
@@ -201,8 +211,8 @@ class GatedLLM(AsyncLLM):
         return tokens / (cache.num_gpu_blocks * cache.block_size)
 
     def running_states(self) -> dict[str, Any]:
-        """vLLM's record of every running request, by the name that its client knows. One of its samples stands for
-        all."""
+        """Return vLLM's record of every running request, by the name that its client knows. One of its samples
+        stands for all."""
         states = self.output_processor.request_states.values()
         by_inside = {state.external_req_id: state for state in states if state.external_req_id is not None}
         return {self.client_ids.get(inside, inside): state for inside, state in by_inside.items()}
@@ -214,6 +224,7 @@ class GatedLLM(AsyncLLM):
                 # No KV blocks are free for them. They have no token yet, so taking them back loses nothing.
                 self.withdrawn.update(unstarted)
                 await self.abort(unstarted)
+                self._require_ended(unstarted)
                 return
             before = time.monotonic()
             self.outputs_came.clear()  # a prefill ends with its first token; the core does not report it otherwise
@@ -222,14 +233,21 @@ class GatedLLM(AsyncLLM):
             waited_s += min(time.monotonic() - before, 0.1)  # without a core, this process reads no outputs
 
     def _not_prefilled(self) -> list[str]:
-        """Requests of which no sample has begun: if one has, the prompt of all of them has been computed."""
+        """Return the requests of which no sample has begun: if one has, the prompt of all of them has been computed."""
         states = self.output_processor.request_states.values()
         begun = {state.external_req_id for state in states if not state.is_prefilling}
         return list(dict.fromkeys(s.external_req_id for s in states if s.external_req_id not in begun))
 
 
+def _keep_only_what_was_left(processor: Any) -> None:
+    """Let a request that asks for flat logprobs of other tokens than its own have `KeptLogprobs`. `processor`: vLLM's,
+    before the first token."""
+    if processor is not None and processor.num_logprobs and type(processor.logprobs) is FlatLogprobs:
+        processor.logprobs = KeptLogprobs()
+
+
 def _as_dictionary(prompt: Any) -> dict[str, Any]:
-    """The forms of a prompt that vLLM takes, in the one that holds a cache salt. Raises TypeError for any other."""
+    """Return any form of a prompt that vLLM takes as the one that holds a cache salt. Raises TypeError for others."""
     match prompt:
         case dict():
             return prompt
@@ -239,3 +257,30 @@ def _as_dictionary(prompt: Any) -> dict[str, Any]:
             return {"prompt_token_ids": prompt}
     what = f"{type(prompt).__name__} {prompt!r:.40}"
     raise TypeError(f"a prompt is a text, a list of token ids or one of vLLM's dictionaries, and not {what}")
+
+
+class _NoTokens(list[int]):
+    """An empty list that is true. vLLM's streaming routes take an output without tokens for a part of the prefill and
+    skip it, and with it the finish_reason of a request that was aborted before its first token."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _with_end(output: RequestOutput) -> RequestOutput:
+    for sampled in output.outputs:
+        if sampled.finish_reason is not None and len(sampled.token_ids) == 0:
+            sampled.token_ids = _NoTokens()
+    return output
+
+
+def _unstarted_answer(request_id: str, prompt: Any, params: Any) -> RequestOutput:
+    """Return the output of a request that was aborted before it ran, with lists of logprobs if it asked for them."""
+    flat = KeptLogprobs() if params.logprobs else FlatLogprobs()
+    logprobs: Any = None if params.logprobs is None else flat if params.flat_logprobs else []
+    prompt_ids = prompt.get("prompt_token_ids")
+    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(prompt_ids or ())
+    outputs = [
+        CompletionOutput(index, "", _NoTokens(), None, logprobs, finish_reason="abort") for index in range(params.n)
+    ]
+    return RequestOutput(request_id, prompt.get("prompt"), prompt_ids, prompt_logprobs, outputs, finished=True)

@@ -1,39 +1,85 @@
-"""The vLLM engine: the `Engine` protocol over GatedLLM."""
+"""The vLLM engine: the `Engine` protocol over GatedLLM.
+
+Facts that `score` rests on, which takes vLLM's prompt logprobs (vLLM 0.26 to 0.33):
+- They are of the model's own distribution: temperature, top-p and top-k of a request do not touch its prompt.
+- A request that asks for them reads nothing of the prefix cache, whose blocks hold no logits.
+- A step computes the logits of all prompt tokens that it reads, in float32, beside what memory vLLM has profiled.
+  `max_num_batched_tokens` bounds them.
+- With prompt_logprobs=0 only the logprob of the token that is there leaves the worker, and no top k.
+- A request cannot end with its prompt: one token is sampled, which nobody reads.
+"""
 
 import asyncio
+import logging
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams as VllmSamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
+from configs.rollout import MOST_KEPT, TIES
+from configs.validate import ConfigError
 from rollout.engines.admission import Admission
 from rollout.engines.base import EngineDiedError, EngineSpec
 from rollout.engines.usage import Usage
 from rollout.engines.vllm.client import HAS_NATIVE_VERSIONS, GatedLLM
-from rollout.engines.vllm.drafts import DraftCounter
-from rollout.engines.vllm.scoring import score
+from rollout.engines.vllm.kept_logprobs import KeptLogprobs
 from rollout.engines.vllm.stop_strings import continuing
+from rollout.engines.vllm.version_spans import counted_spans, labelled_spans
 from rollout.request_ids import RequestId
 from rollout.types import (
     Completion,
     FloatArray,
     GenerationRequest,
     IntArray,
+    Routes,
     SamplingParams,
     VersionSpan,
     shift_spans,
 )
 from weight_sync.protocol import Manifest, WeightTag
 
+ROUTES = "enable_return_routed_experts"
+HAS_ROUTES = find_spec("vllm.distributed.aux_output_connector") is not None
+"""True since 0.32. Earlier ones say which experts were chosen in other ways, or not."""
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
+logger = logging.getLogger(__name__)
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
+
+
+class DraftCounter(StatLoggerBase):
+    """A counter of drafts. vLLM hands it the statistics of every step, of all data-parallel engines. An engine counts
+    from its start on.
+
+    Example: GatedLLM.from_vllm_config(config, stat_loggers=[drafts.for_engine])
+    """
+
+    def __init__(self) -> None:
+        self.drafted = self.accepted = 0
+
+    def for_engine(self, vllm_config: Any, engine_index: int = 0) -> "DraftCounter":
+        """Return the one counter for all data-parallel engines."""
+        return self
+
+    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if scheduler_stats is not None and (drafting := scheduler_stats.spec_decoding_stats) is not None:
+            self.drafted += drafting.num_draft_tokens
+            self.accepted += drafting.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Write nothing down, unlike vLLM's own loggers."""
 
 
 class VllmEngine:
@@ -42,10 +88,14 @@ class VllmEngine:
         self._replica = replica
         self._native_versions = HAS_NATIVE_VERSIONS
         self._drafts = DraftCounter()
-        counted: Any = None if spec.speculative is None else [self._drafts.of_engine]  # costs a little per step
-        llm = GatedLLM.from_engine_args(_engine_args(spec), stat_loggers=counted)
+        counted: Any = None if spec.speculative is None else [self._drafts.for_engine]  # costs a little per step
+        arguments = _engine_args(spec)
+        llm = GatedLLM.from_vllm_config(
+            engine_config(spec, arguments), stat_loggers=counted, disable_log_stats=arguments.disable_log_stats
+        )
         assert isinstance(llm, GatedLLM)
         self._llm = llm
+        self._vocab_size = llm.vllm_config.model_config.get_vocab_size()
         self._llm.open_gate(spec.max_num_seqs * spec.data_parallel_size, spec.prefill_grace_s)
         self._llm.serves_adapter = spec.adapter is not None
         self._staging_on_device = spec.staging_on_device
@@ -57,7 +107,7 @@ class VllmEngine:
         if request.sampling.stop and self._llm.output_processor.tokenizer is None:
             raise ValueError(f"stop={request.sampling.stop}: an engine with skip_tokenizer_init has no stop strings")
         prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        params = _sampling_params(request.sampling, request.num_sampled)
+        params = self._params(request)
         name = str(request.request_id)
         final: RequestOutput | None = None
         try:
@@ -69,10 +119,41 @@ class VllmEngine:
         finally:
             boundaries = self._boundaries.pop(name, [])
         assert final is not None and final.finished
-        return self._completion(final, boundaries)
+        completion = self._completion(final, boundaries)
+        return replace(completion, routes=None) if request.request_id.is_evaluation else completion
+
+    def _params(self, request: GenerationRequest) -> VllmSamplingParams:
+        params = _sampling_params(request.sampling, request.num_sampled)
+        if request.num_routed:
+            params.routed_experts_prompt_start = request.num_routed  # unread where nothing is asked of experts
+        if request.sampling.truncates and not request.request_id.is_evaluation:  # an evaluation trains nothing
+            params.top_k = min(MOST_KEPT if params.top_k < 1 else params.top_k, self._vocab_size)
+            params.logprobs = min(params.top_k + TIES, self._vocab_size)
+        return params
 
     async def score(self, token_ids: IntArray, name: str) -> FloatArray:
-        return await score(self._llm, token_ids, name)
+        prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
+        params = VllmSamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        final: RequestOutput | None = None
+        try:
+            async for output in self._llm.generate(prompt, params, name):
+                final = output
+        except EngineDeadError as error:
+            raise EngineDiedError("the vLLM engine core died") from error
+        assert final is not None and final.finished
+        if final.outputs[0].finish_reason == "abort":
+            raise RuntimeError(f"the scoring {name} was aborted")
+        prompt_logprobs = final.prompt_logprobs
+        assert isinstance(prompt_logprobs, FlatLogprobs) and len(prompt_logprobs.logprobs) == len(token_ids) - 1
+        return np.asarray(prompt_logprobs.logprobs, np.float32)
 
     @property
     def admission(self) -> Admission:
@@ -96,7 +177,7 @@ class VllmEngine:
 
     def partials(self, known: Mapping[RequestId, int]) -> dict[RequestId, Completion]:
         states = self._llm.running_states()
-        return {one: self._piece(states[name], name, known[one]) for one in known if (name := str(one)) in states}
+        return {key: self._piece(states[name], name, known[key]) for key in known if (name := str(key)) in states}
 
     async def stage(self, manifest: Manifest) -> None:
         self._staging = manifest
@@ -110,11 +191,18 @@ class VllmEngine:
             raise RuntimeError(f"staging version {manifest.global_steps} was given up for another")
 
     async def swap(self, global_steps: int) -> list[WeightTag]:
+        self._require_frozen(global_steps)
         return await self._tag(global_steps, await self._llm.on_every_worker("receiver_swap", global_steps))
 
     async def load(self, manifest: Manifest) -> list[WeightTag]:
+        self._require_frozen(manifest.global_steps)
         answers = await self._llm.on_every_worker("receiver_load", pickle.dumps(manifest), self._replica)
         return await self._tag(manifest.global_steps, answers)
+
+    def _require_frozen(self, global_steps: int) -> None:
+        """Raise RuntimeError where tokens could be sampled from weights that are half those of the new version."""
+        if self._llm.frozen_at is None:
+            raise RuntimeError(f"version {global_steps} cannot be swapped in: the engine runs")
 
     async def _tag(self, global_steps: int, answers: list[Any]) -> list[WeightTag]:
         """While frozen: from the next token on, tokens carry this version."""
@@ -125,6 +213,11 @@ class VllmEngine:
                 self._boundaries.setdefault(request_id, [(0, self._llm.global_steps)]).append((count, global_steps))
         self._llm.global_steps, self._llm.salt = global_steps, f"{global_steps}-{answers[0][1]:x}"
         return [WeightTag(*answer) for answer in answers]
+
+    async def require_updatable(self) -> None:
+        refusals = await self._llm.on_every_worker("receiver_refusal")
+        if reasons := {reason for reason in refusals if reason is not None}:
+            raise ConfigError(f"model.path={self._llm.vllm_config.model_config.model}: {'; '.join(sorted(reasons))}")
 
     async def tag_loaded(self, global_steps: int) -> None:
         if self._native_versions:
@@ -161,6 +254,9 @@ class VllmEngine:
             "accepted_tokens": self._drafts.accepted,
         }
 
+    def exported_metrics(self) -> str:
+        return generate_latest(REGISTRY).decode()
+
     async def openai_app(self, chat_template: str | None) -> Any:
         from rollout.engines.vllm.openai_app import openai_app  # takes a second, and few need it
 
@@ -182,30 +278,67 @@ class VllmEngine:
             spans=self._spans(labels, boundaries, len(token_ids)),
             finish_reason=sampled.finish_reason,
             cached_tokens=output.num_cached_tokens or 0,
+            kept=sampled.logprobs.kept() if isinstance(sampled.logprobs, KeptLogprobs) else None,
+            routes=_routes([] if sampled.routed_experts is None else [sampled.routed_experts]),
         )
 
     def _piece(self, state: Any, name: str, start: int) -> Completion:
         """`state`: vLLM's record of a running request, whose tokens, logprobs and labels change between two awaits."""
         token_ids = np.asarray(state.detokenizer.output_token_ids[start:], np.int32)
-        end = start + len(token_ids)
+        end, logprobs = start + len(token_ids), state.logprobs_processor.logprobs
         labels = state._weight_version_spans() if self._native_versions else None
+        routes = _routes(state.routed_experts_chunks) if HAS_ROUTES else None
         return Completion(
             token_ids=token_ids,
-            logprobs=np.asarray(state.logprobs_processor.logprobs.logprobs[start:end], np.float32),
+            logprobs=np.asarray(logprobs.logprobs[start:end], np.float32),
             spans=shift_spans(self._spans(labels, self._boundaries.get(name, []), end), -start),
             finish_reason="",
             cached_tokens=state.num_cached_tokens,
+            kept=logprobs.kept(start).cut(0, len(token_ids)) if isinstance(logprobs, KeptLogprobs) else None,
+            routes=routes if routes is None or start == 0 else routes.last(len(token_ids)),
         )
 
     def _spans(self, labels: Any, boundaries: list[tuple[int, int]], num_tokens: int) -> tuple[VersionSpan, ...]:
         """Version spans by the engine core's labels, or, where it has none, by the token counts at each update."""
         if self._native_versions:
-            spans = [VersionSpan(s.start, s.end, int(s.version)) for s in labels or []]
-        else:
-            starts = boundaries or [(0, self._llm.global_steps)]
-            ends = [start for start, _ in starts[1:]] + [num_tokens]
-            spans = [VersionSpan(start, end, version) for (start, version), end in zip(starts, ends, strict=True)]
-        return tuple(span for span in spans if span.end > span.start)
+            return labelled_spans(labels)
+        return counted_spans(boundaries, num_tokens, self._llm.global_steps)
+
+
+def engine_config(spec: EngineSpec, arguments: AsyncEngineArgs) -> VllmConfig:
+    """Return vLLM's config of the arguments, of an engine that says which experts it chose if that was asked for.
+
+    Raises:
+        ConfigError: it cannot, and has to.
+    """
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if spec.replay_routes is False:
+        return config
+    if not config.model_config.is_moe:
+        problem = f"{spec.model_path} is a dense model"
+    elif not HAS_ROUTES:
+        problem = "this version of vLLM does not say which experts it chose"
+    elif not config.cache_config.enable_prefix_caching:
+        problem = "vLLM says which experts it chose with prefix caching only"
+    elif spec.device == "cpu":
+        config.aux_output_config.enable_return_routed_experts = True  # weight_sync/receiver/routes_on_cpu.py
+        return config
+    else:
+        try:  # vLLM refuses what it cannot: Model Runner V1, pipelines, shared contexts
+            arguments = _engine_args(replace(spec, engine_args=dict(spec.engine_args) | {ROUTES: True}))
+            return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        except ValueError as error:
+            problem = str(error)
+    if spec.replay_routes:
+        raise ConfigError(f"model.replay_routes=true: {problem}: set it to null or false")
+    if config.model_config.is_moe:
+        logger.warning("the trainer chooses experts by itself (model.replay_routes): %s", problem)
+    return config
+
+
+def _routes(chunks: Sequence[Any]) -> Routes | None:
+    """Return the experts that vLLM says, of all inputs since the one that was asked for."""
+    return Routes(experts=np.concatenate(chunks)) if len(chunks) else None
 
 
 def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
@@ -226,6 +359,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "enforce_eager": spec.enforce_eager,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+        "max_logprobs": MOST_KEPT + TIES,
         "worker_extension_cls": RECEIVER,
         "disable_log_stats": not spec.log_stats,
     }
@@ -246,6 +380,7 @@ def _sampling_params(sampling: SamplingParams, num_sampled: int = 0) -> VllmSamp
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,

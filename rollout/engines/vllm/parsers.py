@@ -8,28 +8,29 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 
-from rollout.sessions.messages import Message, Role, ToolCall, ToolSpec
-from rollout.sessions.parsing import split_calls, split_reasoning
+from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
+from rollout.chat.parsing import AnswerParser, split_calls, split_reasoning
+from rollout.chat.template import tool_dict
 
 logger = logging.getLogger(__name__)
 
 
-class VllmParser:
-    """Parses answers as `vllm serve --tool-call-parser NAME --reasoning-parser NAME` does, without streaming. What no
-    parser is named for is read as `TagParser` does.
+class VllmParser(AnswerParser):
+    """Parses answers as `vllm serve --tool-call-parser NAME --reasoning-parser NAME` does, without streaming.
 
-    Some parsers, Hermes' for one, write the arguments of a call anew: equal JSON with other spaces.
+    The part that no parser is named for is read as `AnswerParser` does. Some parsers, Hermes' for one, write the
+    arguments of a call anew: equal JSON with other spaces.
     """
 
     def __init__(self, tokenizer: Any, *, tool_parser: str | None = None, reasoning_parser: str | None = None):
-        """`tokenizer`: of transformers.
+        """Look up the parsers for a transformers tokenizer.
 
         Raises:
             ValueError: vLLM has no parser of that name.
         """
         self._tokenizer = tokenizer
-        self._tool_parser: Any = _looked_up(ToolParserManager, "tool_parser", tool_parser)
-        self._reasoning_parser: Any = _looked_up(ReasoningParserManager, "reasoning_parser", reasoning_parser)
+        self._tool_parser: Any = _look_up(ToolParserManager, "tool_parser", tool_parser)
+        self._reasoning_parser: Any = _look_up(ReasoningParserManager, "reasoning_parser", reasoning_parser)
 
     def parse(
         self,
@@ -40,78 +41,57 @@ class VllmParser:
         options: Mapping[str, Any] | None = None,
         reasoning_open: bool = False,
     ) -> Message:
-        """As `AnswerParser.parse`. vLLM's parsers know by themselves, and by the options, where reasoning begins.
+        """Return what `AnswerParser.parse` does. vLLM's parsers know by the options where reasoning begins.
 
         An answer on which a parser raises is logged, and stays content as a whole: it is the policy's doing.
         """
         try:
-            return self._parsed(text, call_id, tools, options or {}, reasoning_open)
+            # A parser holds the state of an answer: vLLM makes a new one for each request.
+            request = _request(tools, options or {})
+            if self._reasoning_parser is None:
+                reasoning, content = split_reasoning(text, reasoning_open)
+            else:
+                parser = self._reasoning_parser(self._tokenizer, chat_template_kwargs=dict(options or {}))
+                reasoning, content = parser.extract_reasoning(text, request)
+            if self._tool_parser is None or not content:
+                content, calls = split_calls(content or "", call_id)
+            else:
+                extracted = self._tool_parser(self._tokenizer, request.tools).extract_tool_calls(content, request)
+                content = extracted.content
+                calls = tuple(
+                    ToolCall(call_id=call_id(index), name=call.function.name, arguments=call.function.arguments)
+                    for index, call in enumerate(extracted.tool_calls)
+                )
         except Exception:
             logger.exception("vLLM's parser raised on an answer of %d characters, which stays text", len(text))
             return Message(role=Role.assistant, content=text)
-
-    def _parsed(
-        self,
-        text: str,
-        call_id: Callable[[int], str],
-        tools: Sequence[ToolSpec],
-        options: Mapping[str, Any],
-        reasoning_open: bool,
-    ) -> Message:
-        # A parser holds the state of one answer: vLLM makes one for each request.
-        request = _request(tools, options)
-        if self._reasoning_parser is None:
-            reasoning, content = split_reasoning(text, reasoning_open)
-        else:
-            parser = self._reasoning_parser(self._tokenizer, chat_template_kwargs=dict(options))
-            reasoning, content = parser.extract_reasoning(text, request)
-        if self._tool_parser is None or not content:
-            content, calls = split_calls(content or "", call_id)
-        else:
-            found = self._tool_parser(self._tokenizer, request.tools).extract_tool_calls(content, request)
-            content = found.content
-            calls = tuple(
-                ToolCall(call_id=call_id(index), name=call.function.name, arguments=call.function.arguments)
-                for index, call in enumerate(found.tool_calls)
-            )
         return Message(role=Role.assistant, content=content or "", reasoning=reasoning or None, tool_calls=calls)
 
 
 def parser_names() -> dict[str, list[str]]:
-    """Key of sessions -> the names that vLLM has parsers for."""
+    """Return the names that vLLM has parsers for, by the key of sessions that takes them."""
     return {
         "tool_parser": sorted(ToolParserManager.list_registered()),
         "reasoning_parser": sorted(ReasoningParserManager.list_registered()),
     }
 
 
-def _looked_up(registry: Any, what: str, name: str | None) -> Any:
+def _look_up(registry: Any, key: str, name: str | None) -> Any:
     if name is None:
         return None
-    known = parser_names()[what]
+    known = parser_names()[key]
     if name not in known:
-        raise ValueError(f"{what}={name!r} is not known to vLLM: use one of {', '.join(known)}")
-    return registry.get_tool_parser(name) if what == "tool_parser" else registry.get_reasoning_parser(name)
+        raise ValueError(f"{key}={name!r} is not known to vLLM: use one of {', '.join(known)}")
+    return registry.get_tool_parser(name) if key == "tool_parser" else registry.get_reasoning_parser(name)
 
 
 def _request(tools: Sequence[ToolSpec], options: Mapping[str, Any]) -> ChatCompletionRequest:
-    """What parsers read of a request."""
+    """Return as much of a request as parsers read."""
     return ChatCompletionRequest.model_validate(
         {
             "model": "policy",
             "messages": [{"role": "user", "content": ""}],
-            "tools": [
-                {
-                    "type": "function",
-                    "function": {
-                        "name": tool.name,
-                        "description": tool.description,
-                        "parameters": dict(tool.parameters),
-                    },
-                }
-                for tool in tools
-            ]
-            or None,
+            "tools": [tool_dict(tool) for tool in tools] or None,
             "chat_template_kwargs": dict(options) or None,
         }
     )

@@ -13,7 +13,8 @@ NUM_SAMPLED = "num_sampled"
 
 
 def continuing(num_sampled: int) -> dict[str, Any] | None:
-    """The `extra_args` of a request, the last `num_sampled` tokens of whose prompt were sampled by earlier parts."""
+    """Return the `extra_args` of a request, the last `num_sampled` tokens of whose prompt were sampled by earlier
+    parts."""
     return {NUM_SAMPLED: num_sampled} if num_sampled else None
 
 
@@ -33,8 +34,8 @@ def continue_texts(processor: Any) -> None:
 
 
 def _continued(tokenizer: Any, request: Any, num_sampled: int) -> Any:
-    """A detokenizer with the text of the last `num_sampled` prompt tokens, and with none of their ids. It takes them
-    one by one after the rest of the prompt, as when they were sampled: the last may be half a character."""
+    """Return a detokenizer with the text of the last `num_sampled` prompt tokens, and with none of their ids. It takes
+    them one by one after the rest of the prompt, as when they were sampled: the last may be half a character."""
     own = copy(request)
     own.prompt_token_ids = request.prompt_token_ids[:-num_sampled]
     detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, own)

@@ -5,40 +5,43 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall
 from rollout.http.answers import anthropic_error
-from rollout.http.strict_json import parse_strictly
-from rollout.sessions.dialects.contents import joined_text, tool_spec
-from rollout.sessions.dialects.dialect import CUT_SHORT, Asked, event, num_prompt_tokens, num_sampled_tokens
-from rollout.sessions.dialects.fields import Fields
-from rollout.sessions.errors import SessionError
-from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role, ToolCall, ToolSpec
-
-PREFIX = "msg_"
-"""Of the `id` of an answer; the id of its generation follows. Blocks of thinking carry the latter as signature."""
-SAMPLING = ("temperature", "top_p", "top_k")
-BOOKKEEPING = (
-    "metadata",
-    "service_tier",
-    "cache_control",
-    "context_management",
-    "diagnostics",
-    "inference_geo",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
+from rollout.http.guard import parse_strictly
+from rollout.sessions.dialects.dialect import (
+    CUT_SHORT,
+    SAMPLING,
+    Dialect,
+    ParsedRequest,
+    Recorded,
+    end_by_rule,
+    event,
+    num_sampled_tokens,
+    template_options,
+    text_format,
 )
-"""What a client tells an operator or a cache: it changes no answer. The history comes whole with every request, and
-`context_management` would only spare parts of it."""
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+from rollout.sessions.dialects.fields import Fields, joined_text, note
+from rollout.sessions.dialects.rule import LeftOut
+from rollout.sessions.dialects.tools import anthropic_choice, anthropic_tools
+from rollout.sessions.errors import SessionError
+
+BILLING = "x-anthropic-billing-header:"
+"""The beginning of a system block that Claude Code adds for Anthropic's accounts, a different one in every request."""
+FOREIGN = ("redacted_thinking", "server_tool_use", "mcp_tool_use", "container_upload")
+"""Blocks of a history that another model has written: nobody can read them, or they call tools that the policy never
+had. They are left out, as are the results of such tools."""
+RESULT = "_tool_result"
+"""The end of the types of results of tools that Anthropic runs, such as web_search_tool_result."""
 PING = event({"type": "ping"}, "ping")
 
 
-class AnthropicMessages:
+class AnthropicMessages(Dialect):
+    """Blocks of thinking carry the id of the answer's generation as their signature."""
+
+    prefix = "msg_"
     keepalive = PING
 
-    def parse(self, body: Any, created: int) -> Asked:
-        fields = Fields(body)
-        model = fields.must_have_text("model")
+    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
         prompt = _prompt(fields)
         request = replace(
             prompt,
@@ -46,42 +49,47 @@ class AnthropicMessages:
             stop=fields.texts("stop_sequences"),
             sampling=fields.numbers(*SAMPLING),
         )
+        if request.messages[-1].role is Role.assistant:
+            raise fields.refuse("messages", "(the last one is the assistant's)", "one that ends with the user's turn")
         is_stream = fields.flag("stream")
         if request.max_tokens is None:
             raise fields.refuse("max_tokens", None, "a positive integer")
-        fields.end()
-        return Asked(request=request, model=model, created=created, is_stream=is_stream)
+        return ParsedRequest(request=request, model=model, created=created, is_stream=is_stream)
 
-    def body(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
+    def body(self, parsed: ParsedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
-        return _head(asked, answer) | {"content": _blocks(answer), **_stop(answer), "usage": _usage(answer)}
+        return self._head(parsed, answer) | {"content": _blocks(answer), **_stop(answer), "usage": _usage(answer)}
 
-    def events(self, asked: Asked, answers: Sequence[Answer]) -> Iterator[bytes]:
+    def events(self, parsed: ParsedRequest, answers: Sequence[Answer]) -> Iterator[bytes]:
         (answer,) = answers
-        nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None}
         usage = _usage(answer)
-        start = _head(asked, answer) | nothing_yet | {"usage": usage | {"output_tokens": 0}}
-        yield event({"type": "message_start", "message": start}, "message_start")
+        nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage | {"output_tokens": 0}}
+        yield _event("message_start", message=self._head(parsed, answer) | nothing_yet)
         yield PING
         for index, block in enumerate(_blocks(answer)):
             empty, deltas = _in_parts(block)
-            yield _block_event("start", index, content_block=empty)
+            yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
-                yield _block_event("delta", index, delta=delta)
-            yield _block_event("stop", index)
-        yield event({"type": "message_delta", "delta": _stop(answer), "usage": usage}, "message_delta")
-        yield event({"type": "message_stop"}, "message_stop")
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_stop(answer), usage=usage)
+        yield _event("message_stop")
 
     def error_event(self, error: SessionError) -> bytes:
         return event(anthropic_error(error.status, error.message, error.code), "error")
 
+    def _head(self, parsed: ParsedRequest, answer: Answer) -> dict[str, Any]:
+        return {"id": self.prefix + answer.answer_id, "type": "message", "role": "assistant", "model": parsed.model}
+
 
 def parse_count(body: Any) -> ChatRequest:
-    """A request whose prompt is only counted: it has no limit. Raises BadRequestError."""
-    fields = Fields(body)
+    """Return a request whose prompt is only counted, so that it has no limit. Raises BadRequestError."""
+    fields = Fields(body, left_out=LeftOut())
     fields.must_have_text("model")
     request = _prompt(fields)
-    fields.end()
+    for name in ("max_tokens", "stop_sequences", "stream", *SAMPLING):
+        fields.ignore(name)
+    end_by_rule(fields)
     return request
 
 
@@ -89,63 +97,58 @@ def parse_count(body: Any) -> ChatRequest:
 
 
 def _prompt(fields: Fields) -> ChatRequest:
-    request = ChatRequest(
+    tools = anthropic_tools(fields)
+    return ChatRequest(
         messages=_messages(fields),
-        tools=tuple(_tool(tool) for tool in fields.items("tools")),
-        tool_choice=_tool_choice(fields),
+        tools=tuple(tool.spec for tool in tools),
+        tool_choice=anthropic_choice(fields, tools),
         template_options=_template_options(fields),
     )
-    fields.ignore(*BOOKKEEPING)
-    return request
-
-
-BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins the system blocks with one for Anthropic's accounts, another in every request."""
 
 
 def _messages(fields: Fields) -> tuple[Message, ...]:
     system = joined_text(fields, "system", without=BILLING)
-    said = [message for each in fields.items("messages") for message in _message(each)]
-    if not said:
+    messages = [message for item in fields.items("messages") for message in _message(item)]
+    if not messages:
         raise fields.refuse("messages", [], "a list of at least one message")
-    if said[-1].role is Role.assistant:
-        raise fields.refuse("messages", "(the last one is the assistant's)", "one that ends with the user's turn")
-    return (Message(role=Role.system, content=system), *said) if system else tuple(said)
+    return (Message(role=Role.system, content=system), *messages) if system else tuple(messages)
 
 
 def _message(fields: Fields) -> list[Message]:
-    """One message; of a user also the tool results in it, each a message of its own."""
+    """Return one message; the tool results in a user's message become messages of their own."""
     role = fields.choice("role", ("user", "assistant", "system"), "")
     content = fields.take("content")
     if isinstance(content, str):
-        blocks = [Fields({"type": "text", "text": content}, fields.path("content"))]
+        blocks = [fields.within({"type": "text", "text": content}, fields.path("content"))]
     elif isinstance(content, list):
-        blocks = [Fields(each, f"{fields.path('content')}[{index}]") for index, each in enumerate(content)]
+        blocks = [fields.within(item, f"{fields.path('content')}[{index}]") for index, item in enumerate(content)]
     else:
         raise fields.refuse("content", content, "a string or a list of blocks")
     fields.end()
     if role == "assistant":
         return [_assistant(blocks)]
-    return _others(Role(role), blocks)
+    return _texts_and_results(Role(role), blocks)
 
 
-def _others(role: Role, blocks: Sequence[Fields]) -> list[Message]:
+def _texts_and_results(role: Role, blocks: Sequence[Fields]) -> list[Message]:
+    """Return the texts and results of a message. An image or a document beside a result was brought by the tool."""
     messages: list[Message] = []
-    texts: list[str] = []
     kinds = ("text", "tool_result") if role is Role.user else ("text",)
-
-    def end_text() -> None:
-        if texts:
-            messages.append(Message(role=role, content="".join(texts)))
-            texts.clear()
-
+    follows_text = has_result = False
     for block in blocks:
-        if block.choice("type", kinds, "") == "tool_result":
-            end_text()
-            messages.append(_tool_result(block))
+        kind = block.text("type", "") or ""
+        if kind not in kinds and not (has_result and kind):
+            raise block.refuse("type", kind, "one of " + ", ".join(json.dumps(word) for word in kinds))
+        has_result = has_result or kind == "tool_result"
+        if kind == "tool_result":
+            message = _tool_result(block)
         else:
-            texts.append(_text(block))
-    end_text()
+            message = Message(role=role, content=_text(block) if kind == "text" else note(block, kind))
+        if kind != "tool_result" and follows_text:
+            messages[-1] = replace(message, content=messages[-1].content + message.content)
+        else:
+            messages.append(message)
+        follows_text = kind != "tool_result"
     return messages or [Message(role=role)]
 
 
@@ -155,7 +158,12 @@ def _assistant(blocks: Sequence[Fields]) -> Message:
     calls: list[ToolCall] = []
     signature: str | None = None
     for block in blocks:
-        kind = block.choice("type", ("text", "thinking", "tool_use"), "")
+        kind = block.text("type", "") or ""
+        if kind in FOREIGN or kind.endswith(RESULT):
+            block.leave_out("type", kind, kind)
+            continue
+        if kind not in ("text", "thinking", "tool_use"):
+            raise block.refuse("type", kind, 'one of "text", "thinking", "tool_use"')
         if kind == "text":
             texts.append(_text(block))
         elif kind == "thinking":
@@ -184,72 +192,46 @@ def _text(block: Fields) -> str:
 
 
 def _tool_result(block: Fields) -> Message:
-    """An error is told by its text: no chat template knows `is_error`."""
-    message = Message(
-        role=Role.tool, content=joined_text(block, "content"), call_id=block.must_have_text("tool_use_id")
-    )
-    block.ignore("is_error", "cache_control")
+    """Return the result as a message. `is_error` is a hint, because no chat template knows it: the text says it."""
+    content = joined_text(block, "content", has_notes=True)
+    message = Message(role=Role.tool, content=content, call_id=block.must_have_text("tool_use_id"))
+    block.hint("is_error", False)
+    block.ignore("cache_control")
     block.end()
     return message
 
 
-def _tool(fields: Fields) -> ToolSpec:
-    """A tool that the harness runs. Those that Anthropic runs, or that it has trained its models on, are refused."""
-    fields.choice("type", ("custom",), "custom")
-    fields.ignore("eager_input_streaming", "defer_loading", "input_examples", "allowed_callers")
-    return tool_spec(fields, "input_schema")
-
-
-def _tool_choice(fields: Fields) -> str:
-    choice = fields.object("tool_choice")
-    if choice is None:
-        return "auto"
-    kind = choice.choice("type", (*CHOICES, "tool"), "")
-    choice.ignore("disable_parallel_tool_use")  # how many calls an answer has is the policy's matter
-    name = choice.must_have_text("name") if kind == "tool" else CHOICES[kind]
-    choice.end()
-    return name
-
-
 def _template_options(fields: Fields) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if (thinking := fields.object("thinking")) is not None:
-        kind = thinking.choice("type", ("enabled", "disabled", "adaptive"), "")
-        thinking.ignore("budget_tokens", "display")
-        thinking.end()
-        options |= {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
+    options = template_options(fields)
     if (output := fields.object("output_config")) is not None:
         effort = output.text("effort")
-        output.only("format")
-        output.ignore("task_budget")
+        text_format(output, "format")
+        output.hint("task_budget")
         output.end()
         options |= {} if effort is None else {"reasoning_effort": effort}
+    text_format(fields, "output_format")
     return options
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
-def _head(asked: Asked, answer: Answer) -> dict[str, Any]:
-    return {"id": PREFIX + answer.answer_id, "type": "message", "role": "assistant", "model": asked.model}
-
-
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    said = answer.message
+    reply = answer.message
     blocks: list[dict[str, Any]] = []
-    if said.reasoning is not None:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": answer.answer_id})
-    if said.content:
-        blocks.append({"type": "text", "text": said.content})
+    if reply.reasoning is not None:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": answer.answer_id})
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content})
     blocks += [
         {"type": "tool_use", "id": call.call_id, "name": call.name, "input": _object(call.arguments)}
-        for call in said.tool_calls
+        for call in reply.tool_calls
     ]
     return blocks
 
 
 def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as a stream says it: empty at first, then what fills it."""
+    """Return a block as a stream tells it: the empty block, and the deltas that fill it."""
     match block["type"]:
         case "thinking":
             thinking = {"type": "thinking_delta", "thinking": block["thinking"]}
@@ -262,13 +244,13 @@ def _in_parts(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
             return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
-def _block_event(what: str, index: int, **fields: Any) -> bytes:
-    return event({"type": f"content_block_{what}", "index": index, **fields}, f"content_block_{what}")
+def _event(name: str, **fields: Any) -> bytes:
+    return event({"type": name, **fields}, name)
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The dialect has no way to say arguments that are no JSON object: the harness gets them as the field "arguments",
-    which its tool refuses in its own words."""
+    """Return the arguments of a call as an object. The dialect cannot express any others: these become the field
+    "arguments", which the tool of the harness refuses in its own words."""
     try:
         value = parse_strictly(arguments.encode())
     except ValueError:
@@ -287,10 +269,10 @@ def _stop(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    """All ids of the prompt are input tokens, also those that came from the prefix cache: harnesses decide by them when
-    to compact the conversation."""
+    """Return the usage, in which cached ids of the prompt are input tokens too: harnesses decide by the input tokens
+    when to compact the conversation."""
     return {
-        "input_tokens": num_prompt_tokens([answer]),
+        "input_tokens": len(answer.prompt_ids),
         "output_tokens": num_sampled_tokens([answer]),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,

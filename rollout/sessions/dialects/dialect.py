@@ -1,71 +1,185 @@
-"""What an HTTP dialect is: JSON to a request, and answers to JSON or to server-sent events."""
+"""The base of the HTTP dialects: JSON becomes a request, and answers become JSON or server-sent events."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from rollout.sessions.backend import PromptRequest
+from rollout.chat.messages import Answer, ChatRequest, Finish
+from rollout.http.answers import openai_error
+from rollout.sessions.dialects.fields import Fields
+from rollout.sessions.dialects.rule import BOOKKEEPING, HINTS, REFUSED, LeftOut
+from rollout.sessions.dialects.tools import OfferedTool, Offers
 from rollout.sessions.errors import SessionError
-from rollout.sessions.messages import Answer, ChatRequest, Finish
 
+Recorded = Callable[[str], Answer | None]
+"""(the id of an answer) -> the answer, if its session has given it."""
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
 COMMENT = b": keepalive\n\n"
-"""An event stream's way to say nothing: clients skip it."""
+"""An empty message of an event stream, which clients skip."""
 CUT_SHORT = (Finish.length, Finish.abort)
-"""Answers that are not whole. No dialect has a word for an abort that every client knows, so that is a "length"."""
+
+"""The ends of answers that are not whole. No dialect has a word for an abort that every client knows, so it is told as
+a "length"."""
+
+
+def no_answer(answer_id: str) -> None:
+    """Return None: the session has given no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One request, and what of its body the form of the answer depends on."""
+class PromptRequest:
+    """A request to continue a text or token ids, with no messages and no template around them.
+
+    Example: PromptRequest(prompt="2 + 2 =", max_tokens=4)
+    """
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    num_answers: int = 1
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """The parameters that the harness asked for: temperature, top_p, penalties. Training samples by its own."""
+    wants_logprobs: bool = False
+    wants_token_ids: bool = False
+    is_retry: bool = False
+    """True if the client says that it sends the request again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """A request, and the fields of its body that decide about the form of the answer."""
 
     request: ChatRequest | PromptRequest
     model: str
-    """As the client calls the policy: the answer repeats it."""
+    """The client's name of the policy, which the answer repeats."""
     created: int
     """Unix time in seconds."""
     is_stream: bool = False
     with_usage: bool = False
-    """Whether the stream ends with the usage, where the client decides that."""
+    """True if the stream ends with the usage, where the client decides that."""
     echoed: Mapping[str, Any] = field(default_factory=dict)
     """Fields that the answer repeats."""
+    offers: Offers = field(default_factory=dict)
+    is_stored: bool = False
+    """True if the client may ask for the answer again by its id."""
+    left_out: tuple[str, ...] = ()
+    """The fields that were left out by the rule of `rollout/sessions/dialects/rule.py`."""
 
 
-class Dialect(Protocol):
-    keepalive: bytes
-    """What a stream sends while its answer is being generated."""
+class Dialect(ABC):
+    prefix: ClassVar[str]
+    """The beginning of the `id` of an answer, which the id of its generation follows."""
+    keepalive: ClassVar[bytes] = COMMENT
+    """The bytes that a stream sends while its answer is being generated."""
 
-    def parse(self, body: Any, created: int) -> Asked:
-        """Raises BadRequestError."""
-        ...
+    def parse(self, body: Any, created: int, recorded: Recorded = no_answer) -> ParsedRequest:
+        """Return the request in the body of a call. Raises BadRequestError.
 
-    def body(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-        """At least one answer, all to the same prompt."""
-        ...
+        Args:
+            recorded: looks up an answer of the session, to which a request may refer by its id.
+        """
+        left_out = LeftOut()
+        fields = Fields(body, left_out=left_out)
+        parsed = self.read(fields, fields.must_have_text("model"), created, recorded)
+        end_by_rule(fields)
+        return replace(parsed, left_out=left_out.names)
 
-    def events(self, asked: Asked, answers: Sequence[Answer]) -> Iterator[bytes]:
-        """The whole stream, in the dialect's order."""
-        ...
+    @abstractmethod
+    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
+        """Read the fields of this dialect that decide about the answer, for `end_by_rule` to end the others. Raises
+        BadRequestError."""
+
+    @abstractmethod
+    def body(self, parsed: ParsedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the body for one or more answers to the same prompt."""
+
+    @abstractmethod
+    def events(self, parsed: ParsedRequest, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """Yield the whole stream, in the dialect's order."""
 
     def error_event(self, error: SessionError) -> bytes:
-        """An error in a stream that has begun, after which it ends."""
-        ...
+        """Return an error of a stream that has begun, after which the stream ends."""
+        return event(openai_error(error.status, error.message, error.code, error.param))
+
+
+def end_by_rule(fields: Fields) -> None:
+    """Refuse or leave out the fields of a request that its dialect has not read."""
+    for name, neutral in REFUSED.items():
+        if fields.holds(name):
+            fields.only(name, *neutral)
+    for name, neutral in HINTS.items():
+        if fields.holds(name):
+            fields.hint(name, *neutral)
+    fields.ignore(*filter(fields.holds, BOOKKEEPING))
+    fields.end()
+
+
+def template_options(fields: Fields) -> dict[str, Any]:
+    """Return the variables of the chat template that a request sets, under whatever name: they change what the policy
+    reads."""
+    options: dict[str, Any] = {}
+    if (thinking := fields.object("thinking")) is not None:
+        kind = thinking.choice("type", ("enabled", "disabled", "adaptive", "auto"), "")
+        thinking.hint("budget_tokens")
+        thinking.ignore("display")
+        thinking.end()
+        options |= {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
+    if (reasoning := fields.object("reasoning")) is not None:
+        options |= _words(reasoning, effort="reasoning_effort") | _flags(reasoning, enabled="enable_thinking")
+        reasoning.hint("max_tokens")
+        reasoning.ignore("summary", "generate_summary", "context", "mode", "exclude")
+        reasoning.end()
+    options |= _words(fields, reasoning_effort="reasoning_effort") | _flags(fields, enable_thinking="enable_thinking")
+    fields.hint("thinking_budget")
+    return {**options, **fields.mapping("chat_template_kwargs")}
+
+
+def _words(fields: Fields, **names: str) -> dict[str, str]:
+    return {option: word for name, option in names.items() if (word := fields.text(name)) is not None}
+
+
+def _flags(fields: Fields, **names: str) -> dict[str, bool]:
+    return {option: fields.flag(name) for name, option in names.items() if fields.holds(name)}
+
+
+def text_format(fields: Fields, name: str) -> None:
+    """Take the form of an answer's text. Answers are sampled freely, so a schema is refused, except where the request
+    says that it need not hold."""
+    value = fields.take(name)
+    if value is None or value == {"type": "text"}:
+        return
+    schema = value.get("json_schema", value) if isinstance(value, Mapping) else None
+    if isinstance(schema, Mapping) and schema.get("strict") is False and value.get("type") == "json_schema":
+        fields.leave_out(name, "json_schema that is not strict", value)
+        return
+    raise fields.refuse(name, value, 'only null or {"type": "text"}, because answers are sampled freely')
+
+
+def offers_by_name(tools: Sequence[OfferedTool]) -> Offers:
+    return {tool.spec.name: tool for tool in tools}
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"event: {name}\ndata: {text}\n\n".encode() if name is not None else f"data: {text}\n\n".encode()
-
-
-def num_prompt_tokens(answers: Sequence[Answer]) -> int:
-    return len(answers[0].prompt_ids)
 
 
 def num_sampled_tokens(answers: Sequence[Answer]) -> int:
     return sum(answer.completion.num_tokens for answer in answers)
 
 
-def id_without(prefix: str, given: str | None) -> str | None:
-    """The id of a generation, if an id that a harness sends back is one of ours."""
-    return given.removeprefix(prefix) if given is not None and given.startswith(prefix) else None
+def id_without(prefix: str, client_id: str | None) -> str | None:
+    """Return the id of a generation, if an id that a harness sends back begins with our prefix."""
+    return client_id.removeprefix(prefix) if client_id is not None and client_id.startswith(prefix) else None

@@ -6,7 +6,7 @@ screens.anatomy = {
   async open(main, params) {
     const known = await steps();
     const numbers = [...new Set([...known.trained, ...known.with_events])].sort((a, b) => a - b);
-    if (!numbers.length) return clear(main, h("h1", null, "Batch"), card(null, "no step has been recorded yet"));
+    if (!numbers.length) return clear(main, h("h1", null, "Batch"), card(null, noStep()));
     const done = known.trained.length ? known.trained[known.trained.length - 1] : numbers[numbers.length - 1];
     const step = Number(params.get("last") || params.get("step") || done);
     const data = await get("anatomy", {run: currentRun(), step});
@@ -14,8 +14,8 @@ screens.anatomy = {
     clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, null, step),
       h("section", {class: "card advice"}, data.why),
       h("section", {class: "card"}, picture, anatomyLegend(data)),
-      data.left_out ? h("p", {class: "muted"}, `${data.left_out} groups that were ready earlier are left out`) : null,
-      card("Groups, the last to be ready first; seconds before and after the beginning of the step", table(["prompt", "claimed", "ready", "waited for the step", "mean reward", "attempts"],
+      data.left_out ? h("p", {class: "muted"}, `groups that were ready earlier and are not shown: ${data.left_out}`) : null,
+      card("Groups, the last to become ready first; times are relative to the start of the step", table(["prompt", "claimed", "ready", "waited for the step", "mean reward", "attempts"],
         data.groups.map((group) => [h("a", {href: to("groups", {step, ordinal: group.ordinal})}, group.ordinal),
           seconds2(group.claimed), seconds2(group.ready), group.ready === null || group.ready > 0 ? "-" : seconds(-group.ready),
           short(group.reward), group.moves.length ? `${group.moves.length + 1}: ${group.moves.join("; ")}` : "1"]))));
@@ -59,8 +59,10 @@ function anatomyPicture(data, step) {
         context.fillRect(px(row.group.claimed), y + tall / 2, px(row.group.ready) - px(row.group.claimed), 1);
       }
       for (const [kind, start, end, version] of row.one.bars) {
-        context.fillStyle = kind === "turn" ? barColour(version, tone) : css(KINDS[kind]);
-        context.fillRect(px(start), y, Math.max(0.7, px(end) - px(start)), tall < 4 ? tall : tall - 1);
+        const wide = Math.max(0.7, px(end) - px(start)), high_ = tall < 4 ? tall : tall - 1;
+        if (kind === "turn") { versionBar(context, version, tone, px(start), y, wide, high_); continue; }
+        context.fillStyle = css(KINDS[kind]);
+        context.fillRect(px(start), y, wide, high_);
       }
       if (row === chosen) {
         context.strokeStyle = ink;
@@ -122,5 +124,5 @@ function anatomyLegend(data) {
   return [versionLegend(versions.filter((version) => version !== null).sort((a, b) => a - b)),
     h("div", {class: "legend"}, Object.entries(kinds).map(([kind, name]) => h("span", null, h("i", {style: {background: `var(${KINDS[kind]})`}}), name)),
       h("span", null, h("i", {style: {background: "var(--bad)", height: "3px", width: "14px", verticalAlign: "middle"}}),
-        data.critical ? "critical path: what the step waited for, and its parts" : "critical path: the parts of the step, which waited for no group"))];
+        data.critical ? "critical path: what the step waited for, then the parts of the step" : "critical path: the parts of the step, which waited for no group"))];
 }

@@ -50,8 +50,8 @@ function branchTree(branches, record, makeSpan) {
 function branchName(branch, number, branches) {
   const names = branch.sequences.map((one) => one + 1).join(", ");
   const isEnd = !branches.some((other) => other.parent === number);
-  if (branch.sequences.length === 1) return `sequence ${names}${branch.parent === null ? "" : isEnd ? ": from here on its own" : ""}`;
-  return `common to sequences ${names}`;
+  if (branch.sequences.length === 1) return `sequence ${names}${branch.parent === null ? "" : isEnd ? ", alone from here on" : ""}`;
+  return `shared by sequences ${names}`;
 }
 
 function messageBlock(message, {turn, goesOn, isFirst, branch, record, makeSpan}) {
@@ -60,7 +60,7 @@ function messageBlock(message, {turn, goesOn, isFirst, branch, record, makeSpan}
   const end = branch.start + message.tokens[message.tokens.length - 1][1] + 1;
   const reward = turnReward(record, branch, end);
   const who = role ? role[1].trim() : message.side === "policy" ? "policy" : isFirst ? "prompt" : "given";
-  const about = [message.side === "policy" ? `turn ${turn}${goesOn ? " goes on" : ""}, sampled by ${versions.map((one) => `v${one}`).join(", ")}` : "given",
+  const about = [message.side === "policy" ? `turn ${turn}${goesOn ? " (continued)" : ""}, sampled by ${versions.map((one) => `v${one}`).join(", ")}` : "given",
     countOf(message.tokens.length, "token"), reward === null ? null : `reward ${short(reward)}`].filter(Boolean).join(" · ");
   return h("div", {class: `message ${message.side}`}, h("div", {class: "who"}, h("b", null, who), " ", h("span", {class: "muted"}, about)),
     h("div", {class: "tokens", tabindex: 0, role: "group", "aria-label": `${who}, tokens; arrow keys move`},
@@ -97,8 +97,8 @@ function branchMap(branches, record, sections) {
       if (runs.length && runs[runs.length - 1][0] === token.version) runs[runs.length - 1][1] += 1; else runs.push([token.version, 1]);
     }
     const bar = h("span", {class: "bar", style: {marginLeft: share(branch.start), width: share(branch.size)}}, runs.map(([version, size]) =>
-      h("i", {style: {width: `${(100 * size) / Math.max(branch.tokens.length, 1)}%`, background: version === null ? "var(--line)" : barColour(version, tone)}})));
+      h("i", {class: stripesOf(version), style: {width: `${(100 * size) / Math.max(branch.tokens.length, 1)}%`, backgroundColor: version === null ? "var(--line)" : barColour(version, tone)}})));
     return h("button", {onclick: () => sections[number].scrollIntoView({block: "start"}), title: countOf(branch.size, "token")},
-      h("span", {class: "name"}, branch.sequences.length === 1 ? `sequence ${branch.sequences[0] + 1}` : `common to ${branch.sequences.length}`), h("span", {class: "lane"}, bar));
+      h("span", {class: "name"}, branch.sequences.length === 1 ? `sequence ${branch.sequences[0] + 1}` : `shared by ${branch.sequences.length}`), h("span", {class: "lane"}, bar));
   }));
 }

@@ -2,35 +2,40 @@
 // Two runs over each other, by step or by time.
 
 const COMPARED = ["critic/rewards/mean", "eval/accuracy", "perf/throughput/trained", "perf/trainer_idle", "perf/replica_idle",
-  "staleness/max", "weight_sync/pause_ms", "response_length/mean", "actor/entropy"];
+  "staleness/max", "weight_sync/pause_ms", "response_length/mean", "actor/entropy", "actor/ess", "actor/pg_clipfrac"];
+// Only replays have them.
+const OF_REPLAYS = ["replay/gradient_cosine", "replay/weights_distance", "replay/masked_fraction", "replay/logprob_difference"];
 
 screens.compare = {
   title: "Compare",
   async open(main, params) {
     const names = runNames.filter((name) => name !== currentRun());
-    if (!names.length) return clear(main, h("h1", null, "Compare"), card(null, "there is no other run beside this one: name two with run=A run=B"));
+    if (!names.length) return clear(main, h("h1", null, "Compare"), card(null, ["there is no other run in this folder; name two with run=A run=B. All metrics of this one are on the screen ", h("a", {href: to("metrics", {})}, "Metrics")]));
     const other = params.get("with") || names[0];
     const x = params.get("x") || "step";
     const more = params.get("key") || "";
-    const keys = [...new Set([...pulseKeys, ...(more ? [more] : [])])];
+    const keys = [...new Set([...pulseKeys, ...OF_REPLAYS, ...(more ? [more] : [])])];
     const [ours, theirs] = [new Metrics(currentRun(), keys), new Metrics(other, keys)];
     const charts = h("div", {class: "grid"});
     const go = (change) => { location.hash = to("compare", {with: other, x, ...(more ? {key: more} : {}), ...change}); };
     const select = h("select", {"aria-label": "the other run", onchange: () => go({with: select.value})}, names.map((name) => h("option", {value: name}, name)));
     const axis = h("select", {"aria-label": "over", onchange: () => go({x: axis.value})},
       h("option", {value: "step"}, "over steps"), h("option", {value: "timing_s/elapsed"}, "over seconds"));
-    const key = h("input", {list: "names", value: more, placeholder: "one more metric", "aria-label": "one more metric", onchange: () => go({key: key.value})});
+    const key = h("input", {list: "names", value: more, placeholder: "add a metric", "aria-label": "add a metric", onchange: () => go({key: key.value})});
     const list = h("datalist", {id: "names"});
     const draw = () => {
       clear(list, [...ours.names].map((name) => h("option", {value: name})));
-      clear(charts, [...(more ? [more] : []), ...COMPARED].map((name) => lines(name, [
+      const some = OF_REPLAYS.filter((name) => [ours, theirs].some((one) => one.points(name, x).length));
+      clear(charts, [...(more ? [more] : []), ...COMPARED, ...some].map((name) => lines(name, [
         {name: currentRun(), points: ours.points(name, x), colour: "--s0", dots: name === "eval/accuracy"},
         {name: other, points: theirs.points(name, x), colour: "--s1", dots: name === "eval/accuracy"}],
       {zero: false, xName: x === "step" ? "step" : "second"})));
     };
-    const [, , config, otherConfig] = await Promise.all([ours.read(), theirs.read(), get("config", {run: currentRun()}), get("config", {run: other})]);
-    clear(main, h("h1", null, "Compare"), h("div", {class: "controls"}, `${currentRun()} with`, select, axis, key, list),
-      card("Keys that differ", differences(config.keys, otherConfig.keys, other)), card("At their last step", comparison(ours, theirs, other)), charts);
+    const [, , config, otherConfig, ...states] = await Promise.all([ours.read(), theirs.read(), get("config", {run: currentRun()}), get("config", {run: other}),
+      get("status", {run: currentRun()}), get("status", {run: other})]);
+    clear(main, h("h1", null, "Compare"), h("div", {class: "controls"}, `${currentRun()} compared with`, select, axis, key, list),
+      ...states.filter((state) => state.detail.startsWith("replay of ")).map((state) => card(null, [state.detail])),
+      card("Config keys that differ", differences(config.keys, otherConfig.keys, other)), card("At their last step", comparison(ours, theirs, other)), charts);
     select.value = other;
     axis.value = x;
     draw();
@@ -40,7 +45,7 @@ screens.compare = {
 
 function comparison(ours, theirs, other) {
   return table(["metric", currentRun(), other], [["step", short(ours.latest), short(theirs.latest)],
-    ...COMPARED.map((name) => [name, short(ours.last(name)), short(theirs.last(name))])]);
+    ...[...COMPARED, ...OF_REPLAYS].map((name) => [name, short(ours.last(name)), short(theirs.last(name))])]);
 }
 
 /** Keys of the configs whose values differ; those that only one of them has, too. */

@@ -41,7 +41,7 @@ function clear(element, ...children) {
 async function get(route, params) {
   if (embedded) {
     const key = [route, ...Object.entries(params || {}).map(([name, value]) => `${name}=${value}`).sort()].join("|");
-    if (!(key in embedded)) throw new Error("not in this report: open the run itself with `make dashboard`");
+    if (!(key in embedded)) throw new Error("this is not in the report; open the run itself with `make dashboard`");
     return embedded[key];
   }
   const query = new URLSearchParams();
@@ -55,6 +55,8 @@ async function get(route, params) {
 }
 
 /** metrics.jsonl of a run, kept up to date: `read()` fetches what has come since. */
+const meanings = {}; // metric -> what it means, of docs/metrics.md
+
 class Metrics {
   constructor(run, keys) {
     this.run = run;
@@ -82,6 +84,7 @@ class Metrics {
         this.steps.set(step, row);
       }
       page.names.forEach((name) => this.names.add(name));
+      Object.assign(meanings, page.meanings);
       isNew = isNew || page.rows.length > 0 || page.is_new;
       this.offset = page.offset;
       this.identity = page.identity;
@@ -117,10 +120,11 @@ function short(value) {
   if (size >= 1e6) return `${(value / 1e6).toFixed(1)}M`;
   if (size >= 1e4) return `${(value / 1e3).toFixed(1)}k`;
   if (Number.isInteger(value)) return String(value);
+  if (size < 5e-4) return value.toExponential(1);
   return value.toFixed(size >= 100 ? 0 : size >= 1 ? 2 : 3);
 }
 
-const countOf = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+const countOf = (number, noun, plural = `${noun}s`) => `${number} ${Number(number) === 1 ? noun : plural}`;
 const percent = (value) => (value === null || value === undefined ? "-" : `${(100 * value).toFixed(0)}%`);
 const seconds = (value) => (value === null || value === undefined ? "-" : value < 1 ? `${(1000 * value).toFixed(0)} ms` : `${value.toFixed(2)} s`);
 const clock = (time) => (time === null || time === undefined ? "-" : new Date(1000 * time).toLocaleString());
@@ -142,11 +146,33 @@ function partColour(part) {
   return `hsl(${{train: 215, update: 160}[part] || 40} ${css("--token")})`;
 }
 
+/** Every other version is striped as well, so that neighbours differ without their colours. */
+const isStriped = (version) => version !== null && version % 2 === 1;
+const stripesOf = (version) => (isStriped(version) ? "striped" : null);
+
+/** A bar of a picture in the colour of its version, with its stripes, and with its name where there is room. */
+function versionBar(context, version, tone, x, y, width, height) {
+  context.fillStyle = barColour(version, tone);
+  context.fillRect(x, y, width, height);
+  if (isStriped(version) && width > 3) {
+    context.fillStyle = css("--card");
+    context.globalAlpha = 0.45;
+    for (let at = x + 2; at < x + width; at += 5) context.fillRect(at, y, Math.min(1.5, x + width - at), height);
+    context.globalAlpha = 1;
+  }
+  const name = `v${version}`;
+  if (version === null || height < 10 || width < context.measureText(name).width + 8) return;
+  context.fillStyle = css("--card");
+  context.fillRect(x + 2, y, context.measureText(name).width + 4, height);
+  context.fillStyle = css("--ink");
+  context.fillText(name, x + 4, y + height / 2 + 4);
+}
+
 function versionLegend(versions) {
   const tone = css("--bar");
   const shown = versions.slice(0, 24);
-  return h("div", {class: "legend", "aria-label": "colours of versions"},
-    shown.map((version) => h("span", null, h("i", {style: {background: barColour(version, tone)}}), `v${version}`)),
+  return h("div", {class: "legend", "aria-label": "colours and stripes of versions"},
+    shown.map((version) => h("span", null, h("i", {class: stripesOf(version), style: {backgroundColor: barColour(version, tone)}}), `v${version}`)),
     versions.length > shown.length ? h("span", null, `and ${versions.length - shown.length} more`) : null);
 }
 
@@ -154,6 +180,18 @@ function versionLegend(versions) {
 
 function card(title, ...children) {
   return h("section", {class: "card"}, title ? h("h2", null, title) : null, children);
+}
+
+/** A mark that explains on hover and on focus. */
+function explained(text) {
+  const show = (event) => { const box = event.target.getBoundingClientRect(); showTip(text, box.left, box.bottom - 8); };
+  return h("button", {class: "why", "aria-label": text, onmouseenter: show, onfocus: show,
+    onmouseleave: () => showTip(null), onblur: () => showTip(null)}, "?");
+}
+
+/** What metrics are called in metrics.jsonl, and what they mean. rows: [[name, key]]. */
+function explain(rows) {
+  return rows.map(([name, key]) => `${name === key ? "" : `${name}: `}${key}${meanings[key] ? ` \u2013 ${meanings[key]}` : ""}`).join("\n");
 }
 
 function problem(error) {
@@ -175,6 +213,17 @@ function to(screen, params) {
 function currentRun() {
   return document.getElementById("run").value;
 }
+
+/** Whether the run that is shown is known to be over: what it has left open goes on no more. */
+const isOver = () => runStatus !== null && !["starting", "running", "silent"].includes(runStatus.state);
+
+const OVER = {finished: "finished", failed: "failed", stopped: "was stopped", killed: "was killed"};
+
+/** "the run failed (the error)", "the run is starting (loading models)": the state as a sentence, for a screen that has nothing. */
+const stateOfRun = () => `the run ${OVER[runStatus.state] || `is ${runStatus.state}`}${runStatus.detail ? ` (${runStatus.detail})` : ""}`;
+
+/** Why a screen of steps has nothing. */
+const noStep = () => `no step has been recorded${runStatus ? `: ${stateOfRun()}` : " yet"}`;
 
 function say(text) {
   document.getElementById("status").textContent = text;

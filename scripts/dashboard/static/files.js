@@ -12,7 +12,7 @@ screens.files = {
       try {
         const log = await get("log", {run: currentRun(), name: select.value, end});
         clear(view, h("div", {class: "controls"}, h("button", {disabled: log.start === 0, onclick: () => show(log.start)}, "earlier"),
-          `bytes ${log.start} to ${log.end} of ${log.size}`, h("button", {disabled: log.end === log.size, onclick: () => show(-1)}, "end")),
+          `bytes ${log.start} to ${log.end} of ${log.size}`, h("button", {disabled: log.end === log.size, onclick: () => show(-1)}, "latest")),
         h("pre", {tabindex: 0}, log.text || "(empty)"));
       } catch (error) {
         clear(view, problem(error));

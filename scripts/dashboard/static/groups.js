@@ -1,17 +1,17 @@
 "use strict";
 // The groups of a step as a table that can be sorted and filtered; a group's trajectories side by side.
 
-const COLUMNS = {ordinal: "prompt", reward: "reward", std: "deviation", tokens: "tokens, mean", longest: "longest",
+const COLUMNS = {ordinal: "prompt", reward: "reward", std: "deviation", tokens: "mean tokens", longest: "longest",
   failed: "failed", versions: "versions", seconds: "slowest"};
 const WHICH = {all: "all groups", failed: "with failures", equal: "with equal rewards", mixed: "with different rewards",
-  spanning: "with spanning trajectories"};
+  spanning: "with trajectories of several versions"};
 
 screens.groups = {
   title: "Groups",
   async open(main, params) {
     const known = await get("steps", {run: currentRun()});
     if (!known.trained.length) {
-      clear(main, h("h1", null, "Groups"), card(null, "no step has been recorded yet"), await discardedCard());
+      clear(main, h("h1", null, "Groups"), card(null, noStep()), await discardedCard());
       return null;
     }
     const asked = {step: Number(params.get("step") || known.trained[known.trained.length - 1]), sort: params.get("sort") || "ordinal",
@@ -21,13 +21,19 @@ screens.groups = {
     const ordinal = params.get("ordinal");
     const group = ordinal === null ? null : await get("group", {run: currentRun(), step: asked.step, ordinal: Number(ordinal)});
     clear(main, h("h1", null, `Groups of step ${asked.step}`), groupControls(asked, known.trained),
-      group ? groupCard(group) : null,
+      group ? groupCard(group, asked) : null,
       card(null, groupTable(data, asked), pager(data, asked),
-        data.damaged ? h("p", {class: "bad"}, `${data.damaged} lines of the file are damaged`) : null),
+        data.damaged ? h("p", {class: "bad"}, `damaged lines in the file: ${data.damaged}`) : null),
       await discardedCard());
-    return null;
+    return group ? {keys: groupKeys(group.beside, (ordinal_) => to("groups", {...asked, ordinal: ordinal_}), ["n", "N"], ["p", "P"])} : null;
   },
 };
+
+/** Keys that go to the next and the previous group, where there is one. beside: [before, after]. */
+function groupKeys([before, after], address, next, previous) {
+  const go = (ordinal) => () => { if (ordinal !== null) location.hash = address(ordinal); };
+  return Object.fromEntries([...next.map((key) => [key, go(after)]), ...previous.map((key) => [key, go(before)])]);
+}
 
 function groupControls(asked, numbers) {
   const go = (change) => { location.hash = to("groups", {...asked, offset: 0, ...change}); };
@@ -36,7 +42,7 @@ function groupControls(asked, numbers) {
   const which = h("select", {"aria-label": "which groups", onchange: () => go({which: which.value})},
     Object.entries(WHICH).map(([value, name]) => h("option", {value}, name)));
   which.value = asked.which;
-  const text = h("input", {type: "search", value: asked.text, placeholder: "prompt, number or source", "aria-label": "filter",
+  const text = h("input", {type: "search", value: asked.text, placeholder: "text or number of a prompt, or source", "aria-label": "filter",
     onchange: () => go({text: text.value})});
   const beside = (by) => numbers[numbers.indexOf(asked.step) + by];
   const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go({step: beside(by)})}, name);
@@ -51,10 +57,10 @@ function groupTable(data, asked) {
   const hasSource = data.rows.some((row) => row.source);
   const low = Math.min(0, ...data.rows.map((row) => row.reward || 0)), high = Math.max(1e-9, ...data.rows.map((row) => row.reward || 0));
   const known = commonStart(data.rows.map((row) => row.prompt));
-  return table([...head, ...(hasSource ? ["source"] : []), "begins"], data.rows.map((row) => [
+  return table([...head, ...(hasSource ? ["source"] : []), "prompt begins with"], data.rows.map((row) => [
     h("a", {href: to("groups", {...asked, ordinal: row.ordinal})}, row.ordinal), meter(row.reward, low, high), short(row.std), short(row.tokens),
     short(row.longest), row.failed ? h("span", {class: "bad"}, row.failed) : 0, h("span", {class: "nowrap"}, versionRange(row.versions)), h("span", {class: "nowrap"}, seconds(row.seconds)),
-    ...(hasSource ? [row.source] : []), h("div", {class: "begins", title: row.prompt}, known ? `… ${row.prompt.slice(known)}` : row.prompt)]), "no group is like that");
+    ...(hasSource ? [row.source] : []), h("div", {class: "begins", title: row.prompt}, known ? `… ${row.prompt.slice(known)}` : row.prompt)]), "no group matches");
 }
 
 /** How many characters, whole words, all texts begin with; 0 where one has no more than them. */
@@ -80,18 +86,25 @@ function pager(data, asked) {
     h("button", {disabled: data.offset + data.rows.length >= data.total, onclick: () => go(data.offset + data.page)}, "next"));
 }
 
-function groupCard(group) {
-  return card(`Prompt ${group.ordinal}: its ${group.rows.length} trajectories`, table(
-    ["episode", "reward", "advantage", "tokens", "versions", "sequences", "ends with", "seconds", "replica", "error"],
+function groupCard(group, asked) {
+  const [before, after] = group.beside, link = (ordinal, words) => (ordinal === null ? null : h("a", {href: to("groups", {...asked, ordinal})}, words));
+  const truth = group.rows.length ? group.rows[0].truth : "";
+  return card(`Prompt ${group.ordinal}: ${countOf(group.rows.length, "trajectory", "trajectories")}`,
+    h("div", {class: "controls"}, link(before, "previous group"), link(after, "next group"), h("span", {class: "muted"}, "keys: n for next, p for previous")),
+    h("div", {class: "text-block prompt-text", tabindex: 0}, group.prompt), truth ? h("p", {class: "muted"}, `reference: ${truth}`) : null, table(
+    ["episode", "reward", "response", "advantage", "tokens", "versions", "sequences", "finish reason", "time", "replica", "error"],
     group.rows.map((row) => [h("a", {href: to("trajectory", {step: group.step, ordinal: row.ordinal, index: row.index})}, `open ${row.index}`),
-      short(row.reward), short(row.advantage), row.tokens, row.versions.map((version) => `v${version}`).join(" "), row.sequences,
+      short(row.reward), clipped(row.response), short(row.advantage), row.tokens, row.versions.map((version) => `v${version}`).join(" "), row.sequences,
       row.finish, seconds(row.seconds), row.replica, row.error ? h("span", {class: "bad"}, row.error) : ""])));
 }
+
+/** A text of a few lines; the whole of it on hover. */
+const clipped = (text) => h("div", {class: "clip", title: text}, text);
 
 async function discardedCard() {
   const data = await get("discarded", {run: currentRun(), offset: 0});
   if (!data.rows.length) return null;
-  return card(`Groups that were not trained (of ${Math.min(20, data.total)} of ${data.total} files, the latest)`,
-    table(["prompt", "while step", "reason", "trajectories", "error", "time"],
+  return card(`Groups that were not trained (the latest ${Math.min(20, data.total)} of ${countOf(data.total, "file")})`,
+    table(["prompt", "during step", "reason", "trajectories", "error", "time"],
       data.rows.map((row) => [row.ordinal, row.step, row.reason, row.size, row.error || "", clock(row.time)])));
 }

@@ -8,21 +8,23 @@ screens.pulse = {
     const advice = h("section", {class: "card advice", "aria-live": "polite"}, "…");
     const tiles = h("div", {class: "tiles"});
     const charts = h("div", {class: "grid"});
-    clear(main, h("h1", null, "Pulse"), advice, tiles, h("p", {class: "muted note"}, `Throughput, idle shares, pause and step: means of the latest ${MEAN_STEPS} steps. `
-      + "Faint lines: every step; strong ones: means of the steps around."), charts);
-    let isPending = false;
+    clear(main, h("h1", null, "Pulse"), advice, tiles, h("p", {class: "muted note"}, `Throughput, idle time, pauses and step times are means of the last ${MEAN_STEPS} steps. `
+      + "Faint lines show every step, strong lines a moving mean. Drag in a chart to zoom in, double-click to see everything. All other metrics are on the screen ",
+    h("a", {href: to("metrics", {})}, "Metrics"), "."), charts);
+    let isPending = false, told = ""; // what charts without a step say
     const advise = async () => {
       const given = await get("advice", {run: currentRun()});
       isPending = given.is_pending;
-      clear(advice, given.text, h("p", {class: "muted"}, given.about, isPending ? " The predictor is at work." : ""));
+      clear(advice, given.text, h("p", {class: "muted"}, given.about, isPending ? " A prediction is being worked out." : ""));
     };
     const refresh = async (first) => {
-      const isNew = await metrics.read();
-      if (!isNew && !first) return isPending ? advise() : null;
+      const isNew = await metrics.read(), now = runStatus ? `${runStatus.state} ${runStatus.step === null ? runStatus.detail : ""}` : "";
+      const isOther = now !== told;
+      told = now;
+      if (!isNew && !isOther && !first) return isPending ? advise() : null;
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
       clear(charts, pulseCharts(metrics, stale));
-      say(`step ${metrics.latest || 0}`);
       return advise();
     };
     await refresh(true);
@@ -38,23 +40,46 @@ function fillTiles(tiles, metrics) {
     const values = metrics.points(key).slice(-MEAN_STEPS).map((point) => point[1]);
     return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
   };
-  const tile = (name, value) => h("div", {class: "tile"}, h("span", null, name), h("b", null, value));
+  const tile = (name, value, keys, how) => h("div", {class: "tile"}, h("span", null, name, " ", explained([how, explain(keys.map((key) => [key, key]))].filter(Boolean).join("\n"))), h("b", null, value));
+  const latest = "in the latest step", average = `mean of the last ${MEAN_STEPS} steps`;
+  const stale = last("staleness/max"), pause = mean("weight_sync/pause_ms");
   clear(tiles,
-    tile("reward", short(last("critic/rewards/mean"))),
-    tile("accuracy", short(last("eval/accuracy"))),
-    tile("tokens/s sampled", short(mean("perf/throughput/generated"))),
-    tile("tokens/s trained", short(mean("perf/throughput/trained"))),
-    tile("trainer idle", percent(mean("perf/trainer_idle"))),
-    tile("replicas idle", percent(mean("perf/replica_idle"))),
-    tile("staleness, at most", `${short(last("staleness/max"))} versions`),
-    tile("pause of an update", `${short(mean("weight_sync/pause_ms"))} ms`),
-    tile("step", seconds(mean("timing_s/step"))),
+    tile("reward", short(last("critic/rewards/mean")), ["critic/rewards/mean"], latest),
+    tile("accuracy", isUnevaluated(metrics) ? "no evaluation" : short(last("eval/accuracy")), ["eval/accuracy"], "in the latest evaluation"),
+    tile("tokens/s sampled", short(mean("perf/throughput/generated")), ["perf/throughput/generated"], average),
+    tile("tokens/s trained", short(mean("perf/throughput/trained")), ["perf/throughput/trained"], average),
+    tile("trainer idle", percent(mean("perf/trainer_idle")), ["perf/trainer_idle"], average),
+    tile("replicas idle", percent(mean("perf/replica_idle")), ["perf/replica_idle"], average),
+    tile("largest staleness", stale === null ? "-" : countOf(short(stale), "version"), ["staleness/max"], latest),
+    tile("pause per update", pause === null ? "-" : `${short(pause)} ms`, ["weight_sync/pause_ms"], average),
+    tile("step time", seconds(mean("timing_s/step")), ["timing_s/step"], average),
     tile("slots: busy / ready / free",
-      ["inflight_groups", "ready_groups", "free_slots"].map((name) => short(last(`rollout/${name}`))).join(" / ")));
+      ["inflight_groups", "ready_groups", "free_slots"].map((name) => short(last(`rollout/${name}`))).join(" / "),
+      ["rollout/inflight_groups", "rollout/ready_groups", "rollout/free_slots"], latest));
 }
 
+/** True for a run with rollouts and steps that has no evaluation: one with a held-out set begins with one. */
+const isUnevaluated = (metrics) => metrics.last("critic/rewards/mean") !== null && metrics.last("eval/accuracy") === null;
+
+function nothingYet() {
+  if (runStatus === null) return "nothing recorded yet";
+  return isOver() ? `nothing was recorded: the run ${OVER[runStatus.state]} before its first step` : `nothing recorded yet: ${stateOfRun()}`;
+}
+
+/** Why a chart has nothing: the run has no step, or no group of the steps had a gradient. */
+function whyEmpty(metrics, series) {
+  if (metrics.latest === null || !metrics.points("timing_s/step").length) return nothingYet();
+  const flat = metrics.last("rollout/zero_variance_groups");
+  if (flat === 1 && series.some((one) => (one.key || "").startsWith("actor/"))) return "no group had a gradient, because the rewards within every group were equal";
+  const shown = series.map((one) => one.key).filter(Boolean).join(", ");
+  return `this run has not recorded ${shown || "it"}`;
+}
+
+const drawLines = lines;
+
 function pulseCharts(metrics, stale) {
-  const of = (name, key, colour, more) => ({name, points: metrics.points(key), colour, ...more});
+  const of = (name, key, colour, more) => ({name, key, points: metrics.points(key), colour, ...more});
+  const lines = (title, series, options) => drawLines(title, series, {empty: whyEmpty(metrics, series), ...options});
   const learned = [of("training", "actor/ce_loss", "--s0"), of("validation", "eval/ce_loss", "--s1", {dots: true})];
   return [
     ...(learned.some((line) => line.points.length) ? [lines("Cross-entropy of conversations, nats", learned)] : []),
@@ -62,19 +87,24 @@ function pulseCharts(metrics, stale) {
       of("reward", "critic/rewards/mean", "--s0"), of("accuracy", "eval/accuracy", "--s1", {dots: true})]),
     lines("Tokens per second", [
       of("sampled", "perf/throughput/generated", "--s0"), of("trained", "perf/throughput/trained", "--s2")]),
-    lines("Idle share: who waits", [
+    lines("Idle time", [
       of("trainer", "perf/trainer_idle", "--s1"), of("replicas", "perf/replica_idle", "--s0")], {format: percent}),
     bars(`Staleness of the tokens of step ${stale.step}`, stale.tokens.map(([age, count]) => [String(age), count]),
-      "versions between sampling and training"),
-    lines("Staleness", [of("max", "staleness/max", "--s1"), of("mean", "staleness/mean", "--s0")]),
+      "versions between sampling and training", {empty: whyEmpty(metrics, []),
+        about: "The tokens sampled for the step, by how many versions the weights that sampled them are older than those that the step trains."}),
+    lines("Staleness", [of("max", "staleness/max", "--s1", {isRaw: true}), of("mean", "staleness/mean", "--s0")]),
+    lines("Trained against claimed, distance", [
+      of("lengths", "coverage/length_distance", "--s0", {dots: true}), of("turns", "coverage/turns_distance", "--s2", {dots: true}),
+      of("tool times", "coverage/tool_s_distance", "--s1", {dots: true})],
+    metrics.points("timing_s/step").length ? {empty: "nothing compared yet: that takes the prompts of ten steps that have all ended"} : {}),
     lines("Slots, in groups", [of("in flight", "rollout/inflight_groups", "--s0"),
       of("ready", "rollout/ready_groups", "--s2"), of("free", "rollout/free_slots", "--s3")]),
-    lines("Pause of an update, ms", [of("pause", "weight_sync/pause_ms", "--s1"), of("swap", "weight_sync/swap_ms", "--s0")]),
+    lines("Pause per update, ms", [of("pause", "weight_sync/pause_ms", "--s1"), of("swap", "weight_sync/swap_ms", "--s0")]),
     lines("Parts of a step, s", [of("wait for a batch", "timing_s/wait_batch", "--s1"),
       of("train", "timing_s/train_step", "--s0"), of("update", "timing_s/update_weights", "--s2")]),
-    lines("Response length, tokens", [of("mean", "response_length/mean", "--s0"), of("max", "response_length/max", "--s3")]),
+    lines("Response length, tokens", [of("mean", "response_length/mean", "--s0"), of("max", "response_length/max", "--s3", {isRaw: true})]),
     lines("Groups that teach nothing", [of("equal rewards", "rollout/zero_variance_groups", "--s1")], {format: percent}),
     lines("Entropy of the policy, nats", [of("entropy", "actor/entropy", "--s2")]),
-    lines("Off-policy: trainer against rollout", [of("effective sample size", "actor/ess", "--s0"), of("tokens clipped", "actor/pg_clipfrac", "--s1")], {format: percent}),
+    lines("Off-policy: trainer vs. rollout", [of("effective sample size", "actor/ess", "--s0"), of("tokens clipped", "actor/pg_clipfrac", "--s1")], {format: percent}),
   ];
 }

@@ -10,7 +10,7 @@ screens.timeline = {
     const numbers = known.with_events;
     if (!numbers.length) {
       clear(main, h("h1", null, "Timeline"), card(null, h("p", null, known.has_events
-        ? `the events are being read: ${percent(known.events_seen)}` : "this run has no events.jsonl: it was run before there were events, or another version wrote it")));
+        ? (known.events_seen < 1 ? `reading events: ${percent(known.events_seen)}` : noStep()) : "this run has no events.jsonl: a version that writes no events trained it")));
       return known.has_events && !embedded ? {refresh: () => screens.timeline.open(main, params)} : null;
     }
     const newest = numbers[numbers.length - 1];
@@ -22,10 +22,10 @@ screens.timeline = {
     const picture = new Timeline(data);
     clear(main, h("h1", null, `Timeline, steps ${first} to ${last}`), stepChooser("timeline", numbers, first, last),
       h("section", {class: "card"}, picture.element, picture.legend()),
-      data.is_cut ? h("p", {class: "muted"}, `there is more than one picture holds (${data.left_out} turns left out): choose fewer steps`) : null,
-      h("p", {class: "muted"}, "Wheel or + and - zoom, drag or arrow keys move, 0 shows all, a click opens the trajectory. "
-        + "Arrows up and down choose a turn, Enter opens it. A bar is a turn at a replica, its colours are the versions that sampled it; a band across all lanes is a weight update, "
-        + "a hairline in a replica is the pause of its swap, the thin line above it the staging of the weights. Times are from the start of the first step."));
+      data.is_cut ? h("p", {class: "muted"}, `one picture cannot hold all turns (left out: ${data.left_out}); choose fewer steps`) : null,
+      h("p", {class: "muted"}, "Zoom with the wheel or + and -, move by dragging or with the left and right arrow keys, show everything with 0. "
+        + "Click a turn to open its trajectory, or choose one with the up and down arrow keys and press Enter. A bar is a turn at a replica; its colours are the versions that sampled it, every other version striped. "
+        + "A band across all lanes is a weight update, a hairline in a replica is the pause for its swap, and the thin line above it the staging of the weights. Times count from the start of the first step."));
     picture.element.redraw();
     let shown = newest;
     return {
@@ -108,10 +108,10 @@ class Timeline {
     for (const [name, replica] of Object.entries(data.replicas)) {
       row("replica", name, Math.max(14, replica.lanes * tall), {replica});
       const {y: top} = this.rows[this.rows.length - 1];
-      for (const [lane, start, end, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation] of replica.turns) {
+      for (const [lane, start, end, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, isLost, movedTo] of replica.turns) {
         cuts.forEach((cut) => this.versions.add(cut[2]));
         this.turns.push({y: top + lane * tall, height: tall < 4 ? tall : tall - 1, start, end: end === null ? data.length : end,
-          goesOn: end === null, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, name});
+          goesOn: end === null, cuts, ordinal, episode, turn, tokens, reward, step, isEvaluation, isLost, movedTo, name});
       }
     }
     this.turns.sort((a, b) => a.start - b.start);
@@ -137,7 +137,13 @@ class Timeline {
     }
     context.globalAlpha = 1;
     context.fillStyle = muted;
-    for (const [version, start] of this.data.borders) context.fillText(`v${version}`, this.x(start), this.height - 3);
+    let free = -Infinity; // where the last label ends: labels that would overprint it are left out
+    for (const [version, start] of [...this.data.borders].sort((a, b) => a[1] - b[1])) {
+      const at = this.x(start), text = `v${version}`;
+      if (at < Math.max(free, 92)) continue;
+      context.fillText(text, at, this.height - 3);
+      free = at + context.measureText(text).width + 6;
+    }
     for (const turn of this.turns) this.drawTurn(context, turn, tone, muted);
     for (const row of this.rows) this.drawRow(context, row, tone, ink, muted);
     if (this.chosen) this.drawChosen(context, ink);
@@ -170,8 +176,16 @@ class Timeline {
       context.globalAlpha = 1;
     }
     for (const [start, end, version] of turn.cuts) {
-      context.fillStyle = barColour(version, tone);
-      context.fillRect(this.x(start), turn.y, Math.max(0.5, this.x(end) - this.x(start) - 0.4), turn.height);
+      versionBar(context, version, tone, this.x(start), turn.y, Math.max(0.5, this.x(end) - this.x(start) - 0.4), turn.height);
+    }
+    if (turn.isLost) { // hollow: what it sampled was thrown away or went on elsewhere
+      const x = this.x(turn.start), width = Math.max(1, this.x(turn.end) - x);
+      context.globalAlpha = 0.6;
+      context.fillStyle = css("--card");
+      context.fillRect(x, turn.y + 1, width, Math.max(0.5, turn.height - 2));
+      context.globalAlpha = 1;
+      context.fillStyle = css("--bad");
+      context.fillRect(x + width - 2, turn.y, 2, turn.height);
     }
   }
 
@@ -200,7 +214,19 @@ class Timeline {
       for (const [version, start, end] of this.data.evaluations) part(start, end, barColour(version, tone), "");
     } else {
       for (const update of row.replica.updates) this.drawUpdate(context, row, update, ink, muted);
+      for (const at of row.replica.lost) this.drawLoss(context, row, at);
     }
+  }
+
+  drawLoss(context, row, at) {
+    const x = this.x(at), width = context.measureText("lost").width;
+    context.fillStyle = css("--bad");
+    context.fillRect(x - 1, row.y - 5, 2, row.height + 8);
+    const left = x + width + 6 > this.width ? x - width - 6 : x + 4;
+    context.fillStyle = css("--card");
+    context.fillRect(left - 2, row.y - 1, width + 4, 13);
+    context.fillStyle = css("--bad");
+    context.fillText("lost", left, row.y + 10);
   }
 
   drawUpdate(context, row, update, ink, muted) {
@@ -217,8 +243,15 @@ class Timeline {
 
   legend() {
     const isWaiting = this.turns.some((turn) => !turn.cuts.length || turn.cuts[0][0] > turn.start);
-    return [versionLegend([...this.versions].sort((a, b) => a - b)), isWaiting ? h("div", {class: "legend"}, h("span", null,
-      h("i", {style: {background: "var(--muted)", opacity: 0.5}}), "until the first token, or of a version that is not known")) : null];
+    const isLost = this.turns.some((turn) => turn.isLost) || Object.values(this.data.replicas).some((one) => one.lost.length);
+    const parts = {wait: "waits for a batch", train: "trains", update: "publishes, or waits for an update", other: "assembles, scores, copies a checkpoint"};
+    const seen = new Set(this.data.steps.map(([, name]) => (parts[name] ? name : "other")));
+    return [versionLegend([...this.versions].sort((a, b) => a - b)),
+      h("div", {class: "legend", "aria-label": "parts of the trainer's steps"}, "trainer:", Object.entries(parts).filter(([name]) => seen.has(name))
+        .map(([name, words]) => h("span", null, h("i", {style: {backgroundColor: partColour(name)}}), words))),
+      h("div", {class: "legend"},
+        isWaiting ? h("span", null, h("i", {style: {background: "var(--muted)", opacity: 0.5}}), "before the first token, or sampled by an unknown version") : null,
+        isLost ? h("span", null, h("i", {style: {background: "var(--bad)"}}), "lost: the replica was given up or left, and its open turns end there") : null)];
   }
 
   // -- what a person does --
@@ -264,8 +297,9 @@ class Timeline {
 
   describeTurn(turn) {
     return [`${turn.isEvaluation ? "evaluation, " : ""}prompt ${turn.ordinal}, episode ${turn.episode}, turn ${turn.turn} on ${turn.name}`,
-      `${seconds(turn.end - turn.start)}${turn.goesOn ? ", goes on" : `, ${turn.tokens} tokens`}`,
-      `sampled by ${turn.cuts.map((cut) => `v${cut[2]}`).join(", ") || "none yet"}`,
+      turn.isLost ? `lost with its replica${turn.movedTo ? `, continued on ${turn.movedTo}` : ""}` : "",
+      `${seconds(turn.end - turn.start)}${turn.isLost ? "" : turn.goesOn ? (isOver() ? ", unfinished when the run ended" : " so far") : `, ${turn.tokens} tokens`}`,
+      turn.cuts.length ? `sampled by ${turn.cuts.map((cut) => `v${cut[2]}`).join(", ")}` : "no token yet",
       turn.reward === null ? "" : `reward ${short(turn.reward)}`,
       turn.step === null ? "" : `trained in step ${turn.step}: click or Enter opens it`].filter(Boolean).join("\n");
   }
@@ -277,14 +311,14 @@ class Timeline {
     const at = this.time(x), near = 4 * (this.time(x + 1) - at);
     if (row && row.kind === "steps") {
       const found = this.data.steps.find(([, , start, end]) => start <= at && at <= (end === null ? this.data.length : end));
-      if (found) return `step ${found[0]}: ${found[1]}, ${found[3] === null ? "goes on" : seconds(found[3] - found[2])}`;
+      if (found) return `step ${found[0]}: ${found[1]}, ${found[3] === null ? "under way" : seconds(found[3] - found[2])}`;
     }
     if (row && row.kind === "replica") {
       const pause = row.replica.updates.find((one) => one.frozen !== null && Math.abs(one.frozen - at) < near);
-      if (pause) return `${row.name}: v${pause.version}, frozen ${pause.resumed === null ? "still" : seconds(pause.resumed - pause.frozen)}${pause.error ? `\n${pause.error}` : ""}`;
+      if (pause) return `${row.name}: v${pause.version}, ${pause.resumed === null ? "still frozen" : `frozen for ${seconds(pause.resumed - pause.frozen)}`}${pause.error ? `\n${pause.error}` : ""}`;
     }
     const update = this.data.borders.find(([, start, end]) => start - near <= at && at <= (end === null ? this.data.length : end) + near);
-    return update ? `update to v${update[0]}: ${update[2] === null ? "goes on" : seconds(update[2] - update[1])}` : null;
+    return update ? `update to v${update[0]}: ${update[2] === null ? "under way" : seconds(update[2] - update[1])}` : null;
   }
 
   listen() {

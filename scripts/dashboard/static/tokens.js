@@ -17,15 +17,15 @@ const COLOURINGS = {
     legend: (tokens) => versionLegend([...new Set(tokens.map((one) => one.version))].filter((one) => one !== null).sort((a, b) => a - b)),
   },
   ratio: {
-    name: "ratio trainer / rollout", colour: (token) => diverging(token.logRatio, 0.5),
-    legend: () => divergingLegend("the trainer finds it less likely (ratio 0.6)", "as likely", "more likely (ratio 1.6)"),
+    name: "ratio: trainer / rollout", colour: (token) => diverging(token.logRatio, 0.5),
+    legend: () => divergingLegend("the trainer finds it less likely (ratio 0.6)", "equally likely", "more likely (ratio 1.6)"),
   },
   advantage: {
     name: "advantage", colour: (token, most) => diverging(token.isTrained ? token.advantage : null, most || 1),
     legend: (tokens, most) => divergingLegend(`advantage ${short(-most)}`, "0", `${short(most)}`),
   },
   surprise: {
-    name: "surprise: -log p of the rollout", colour: (token) => (token.rollout === null ? "" : `hsl(35 90% 50% / ${Math.min(0.75, -token.rollout / 5)})`),
+    name: "surprise: -log p in the rollout", colour: (token) => (token.rollout === null ? "" : `hsl(35 90% 50% / ${Math.min(0.75, -token.rollout / 5)})`),
     legend: () => h("div", {class: "legend"}, swatch("hsl(35 90% 50% / 0.05)", "certain"), swatch("hsl(35 90% 50% / 0.75)", "p below 0.02")),
   },
 };
@@ -57,7 +57,10 @@ function tokenView(strip, record, step) {
     return span;
   });
   const paint = (key) => {
-    for (const [span, token] of spans) span.style.background = COLOURINGS[key].colour(token, most);
+    for (const [span, token] of spans) {
+      span.style.backgroundColor = COLOURINGS[key].colour(token, most);
+      span.classList.toggle("striped", key === "version" && isStriped(token.version));
+    }
     clear(legend, COLOURINGS[key].legend(all, most));
   };
   const usable = Object.entries(COLOURINGS).filter(([key]) => strip.has_trainer || !["ratio", "advantage"].includes(key));
@@ -113,7 +116,7 @@ const logprob = (value) => (value === null ? "-" : `${value.toFixed(4)} (p ${Mat
 function describeToken(token, place, record, step, strip) {
   const facts = [[`token ${place}`, `${JSON.stringify(token.text)} (id ${token.id})`]];
   if (token.version === null) {
-    facts.push(["given", token.isPrompt ? "of the prompt" : "by the environment, not sampled: never trained"]);
+    facts.push(["given", token.isPrompt ? "as part of the prompt" : "by the environment; not sampled, never trained"]);
   } else {
     facts.push(["sampled by", `v${token.version}, ${countOf(step - 1 - token.version, "version")} old when trained`],
       ["rollout logprob", logprob(token.rollout)]);
@@ -132,10 +135,10 @@ function spanStrip(sequence) {
   const total = Math.max(sequence.response_tokens, 1), tone = css("--bar");
   const strip = h("div", {class: "strip", role: "img", "aria-label": sequence.versions.map(([a, b, v]) => `tokens ${a} to ${b}: v${v}`).join("; ")});
   let at = 0;
-  const part = (length, colour, title) => strip.append(h("div", {title, style: {width: `${(100 * length) / total}%`, background: colour}}));
+  const part = (length, colour, title, stripes) => strip.append(h("div", {title, class: stripes, style: {width: `${(100 * length) / total}%`, backgroundColor: colour}}));
   for (const [start, end, version] of sequence.versions) {
     if (start > at) part(start - at, "transparent", "not sampled");
-    part(end - start, barColour(version, tone), `tokens ${start} to ${end}: v${version}`);
+    part(end - start, barColour(version, tone), `tokens ${start} to ${end}: v${version}`, stripesOf(version));
     at = end;
   }
   return [strip, h("p", {class: "muted"}, `turns: ${(sequence.turns || []).map(([a, b]) => `tokens ${a} to ${b}`).join("; ") || "none"}`)];

@@ -1,6 +1,7 @@
 """Errors that are raised in real actors: they arrive as they were raised, and routes answer with their status."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,6 @@ import httpx
 import pytest
 
 from configs.schema import Config, RolloutConfig, TrainerConfig, WeightSyncConfig
-from rollout.agents.open_episodes import OpenByAttempt
 from rollout.agents.worker_group import AgentWorkerActor, AgentWorkerGroup
 from rollout.engines.base import EngineDiedError
 from rollout.fleet.control import FleetControl
@@ -19,8 +19,8 @@ from rollout.progress import Attempt
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import create_replica, to_actor
 from rollout.request_ids import RequestId
-from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, Prompt, SamplingParams
+from scripts.launch.agents import load_loop
 from tests.support.actors import SPEC, SimulatedActor, no_redirect
 from tests.support.errors import assert_same, error_of, examples, raise_example
 from tests.support.fakes import make_prompt, make_request
@@ -40,14 +40,15 @@ class Raises:
     async def generate_group(self, requests: list[GenerationRequest]) -> None:
         raise_example(list(examples())[requests[0].request_id.ordinal])
 
-    async def run_group(self, prompt: Prompt, *_: Any, on_open: Any) -> None:
+    async def run_group(self, prompt: Prompt, *_: Any) -> Any:
         raise_example(prompt.text)
+        yield
 
 
 class RaisingAgentWorker(AgentWorkerActor):
     def __init__(self, **_: Any):
         self._worker: Any = Raises()
-        self._open = OpenByAttempt()
+        self._moves: Any = {}
 
 
 class IdleTrainWorker(TrainWorkerActor):
@@ -74,20 +75,21 @@ def test_every_error_arrives_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("rollout.agents.worker_group.AgentWorkerActor", RaisingAgentWorker)
     monkeypatch.setattr("trainer.worker.worker_group.TrainWorkerActor", IdleTrainWorker)
     replica = create_replica("replica-0", SPEC, no_redirect, SimulatedActor)
-    agents = AgentWorkerGroup(config=CONFIG, tokenizer_path="", replicas=[replica.client], on_start=no_redirect)
-    make_sender: Any = None
-    trainers = TrainWorkerGroup(config=CONFIG, device="cpu", make_sender=make_sender, on_start=no_redirect)
+    agents = AgentWorkerGroup(
+        config=CONFIG, tokenizer_path="", replicas=[replica.client], on_start=no_redirect, load_loop=load_loop
+    )
+    trainers = TrainWorkerGroup(config=CONFIG, device="cpu", on_start=no_redirect)
 
     async def generates(ordinal: int) -> object:
         request = replace(make_request("one", 1), request_id=RequestId(ordinal=ordinal))
         return await replica.client.generate_group([request])
 
     async def in_agent_worker(name: str) -> object:
-        """Not by the group's run_group, which would replace a worker by which a worker is said to be lost."""
+        """Call the worker itself: the group's run_group would replace a worker that is said to be lost."""
         worker, prompt = await agents._rotation.next(), replace(make_prompt(0), text=name)
-        return await worker.result(
-            worker.actor.run_group.remote(prompt, replica.client, SamplingParams(), 1, Attempt())
-        )
+        remote = worker.actor.run_group.options(num_returns="streaming")
+        stream = remote.remote(prompt, replica.client, SamplingParams(), 1, Attempt(), time.time())
+        return [await worker.answer(message) async for message in stream]
 
     async def scenario() -> None:
         await replica.start(SPEC, WeightSyncConfig())
@@ -97,16 +99,16 @@ def test_every_error_arrives_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -
             "train worker 0": lambda name, _: trainers._on_all(lambda worker: raise_example(name)),
         }
         for where, call in calls.items():
-            for one, raised in await of_each(call):
-                assert_same(one, raised, where)
+            for received, raised in await of_each(call):
+                assert_same(received, raised, where)
         await replica.actor.__ray_call__.remote(replace_replica)
-        for one, raised in await of_each(lambda _, ordinal: generates(ordinal)):
+        for received, raised in await of_each(lambda _, ordinal: generates(ordinal)):
             if isinstance(raised, EngineDiedError):
-                assert repr(one) == f"ReplicaLostError('replica-0 died while it generated: {raised}')"
-                assert one.__cause__ is not None
-                assert_same(one.__cause__, raised, "replica-0")
+                assert repr(received) == f"ReplicaLostError('replica-0 died while it generated: {raised}')"
+                assert received.__cause__ is not None
+                assert_same(received.__cause__, raised, "replica-0")
             else:
-                assert_same(one, raised, "replica-0")
+                assert_same(received, raised, "replica-0")
 
     try:
         asyncio.run(scenario())
@@ -136,20 +138,19 @@ def test_the_status_of_a_route_holds_over_actors() -> None:
     async def scenario() -> None:
         await replica.start(SPEC, WeightSyncConfig(pause_timeout_s=0.1))
         await replica.tag_loaded(0)
-        router = ReplicaRouter(["replica-0"], 8)
-        fleet = FleetControl(ReplicaFleet([replica], router, 1, lambda _: None, serving=0))
-        app = httpx.ASGITransport(control_app(fleet, with_engine_metrics=False))
+        fleet = FleetControl(ReplicaFleet([replica], 8, 1, lambda _: None, serving=0))
+        app = httpx.ASGITransport(control_app(fleet))
         async with asyncio.timeout(30), httpx.AsyncClient(transport=app, base_url="http://fleet") as client:
             generating = asyncio.create_task(replica.client.generate_group([make_request("one", 20)]))
             while not (await replica.stats())["running"]:
                 await asyncio.sleep(0.01)
-            found, text = await status(client, "/pause?mode=keep")
-            assert found == 504 and "pausing took longer than weight_sync.pause_timeout_s=0.1" in text
+            code, text = await status(client, "/pause?mode=keep")
+            assert code == 504 and "pausing took longer than weight_sync.pause_timeout_s=0.1" in text
             waiting = asyncio.create_task(status(client, "/pause?mode=wait"))
             while not await replica.actor.__ray_call__.remote(waits):
                 await asyncio.sleep(0.01)
-            found, text = await status(client, "/pause?mode=keep")
-            assert found == 409 and "resume first, or pause in mode abort" in text
+            code, text = await status(client, "/pause?mode=keep")
+            assert code == 409 and "resume first, or pause in mode abort" in text
             assert (await status(client, "/resume"))[0] == 200
             assert (await waiting)[0] == 409
             generating.cancel()

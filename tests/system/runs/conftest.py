@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.sessions.chat import QWEN25
 from trainer.tiny import model as tiny
+from trainer.tiny.chat_templates import QWEN25
 
 
 @pytest.fixture(scope="module")

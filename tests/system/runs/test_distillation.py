@@ -26,18 +26,18 @@ from tests.support.whole_runs import (
     check_tokens,
     small,
     started,
+    steps_of,
     trained,
 )
 from trainer.tiny.model import build_model, build_tokenizer, save_tiny_model, write_model_directory
 from trainer.tiny.warmup import WarmupSpec, tokenized_examples, warm_up
-from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 
 BATCH = 16
 CLEAN_STEPS, SLOPPY_STEPS = 900, 150
-"""Of a supervised warm-up on worked answers. The teacher has seen right ones; the student has then seen sloppy ones, as
-the models that runs begin with."""
+"""The steps of a supervised warm-up on worked answers. The teacher has seen right ones; the student has then seen
+sloppy ones, as the models that runs begin with."""
 STEPS = 40
 
 
@@ -61,13 +61,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "student", folder / "teacher"
 
 
-def steps_of(run: Run) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "teacher/kl" in record]
-
-
 @pytest.mark.timeout(900)
 def test_the_policy_learns_what_the_teacher_knows(tmp_path: Path, models: tuple[Path, Path]) -> None:
-    """Without a reward: that of the last trajectories is only looked at."""
+    """No reward is learned from: that of the last trajectories is only looked at."""
     student, teacher = models
     with started(
         tmp_path,
@@ -77,18 +73,17 @@ def test_the_policy_learns_what_the_teacher_knows(tmp_path: Path, models: tuple[
     ) as run:
         assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()
     check_tokens(run.run_dir)
-    distances = [record["teacher/kl"] for record in steps_of(run)]
+    distances = [record["teacher/kl"] for record in steps_of(run.run_dir, "teacher/kl")]
     assert len(distances) == STEPS
     assert np.mean(distances[-10:]) < 0.5 * np.mean(distances[:3]), distances
-    evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
-    before, after = (record["eval/accuracy"] for record in evaluated)
+    before, after = (record["eval/accuracy"] for record in steps_of(run.run_dir, "eval/accuracy"))
     assert after > before + 0.1, (before, after)
     check_logprobs(run.run_dir, teacher)
 
 
 @pytest.fixture
 def another_model(tmp_path: Path) -> Path:
-    """With the tokenizer of `tiny_model`, and other weights."""
+    """Write a model with the tokenizer of `tiny_model`, and other weights."""
     folder = tmp_path / "another"
     corpus = ["Question: Tom has 3 pens and buys 4 more.\nAnswer: 3+4=7\n#### 7"] * 4
     save_tiny_model(folder, build_tokenizer(corpus), seed=1)
@@ -121,7 +116,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
     seen = sorted((record["ordinal"], record["index"]) for step in steps for record in step)
     assert seen == [(ordinal, index) for ordinal in range(num_steps * PROMPTS_PER_STEP) for index in range(8)]
     assert not (run.run_dir / "discarded").exists(), "no group was given up"
-    last = steps_of(run)[-1]
+    last = steps_of(run.run_dir, "teacher/kl")[-1]
     assert last["teacher/replicas_lost"] == 1 and last["teacher/replicas_ready"] == 1
     assert last["rollout/replicas_lost"] == last["rollout/retried_groups"] == 0
     check_tokens(run.run_dir)
@@ -158,7 +153,7 @@ def check_logprobs(run_dir: Path, teacher: Path) -> int:
 
 
 def sequences(arrays: Any) -> Iterator[tuple[np.ndarray, ...]]:
-    """Of each sequence: prompt ids, response ids, loss mask, and what the teacher said."""
+    """Yield each sequence's prompt ids, response ids, loss mask, and what the teacher said."""
     prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
     ends = np.cumsum(arrays["response_lengths"])[:-1]
     names = ("response_ids", "loss_mask", "teacher_logprobs")

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.whole_runs import started, trained
-from trainer.tracking.audit import audit
-from trainer.tracking.sinks import read_metrics
+from scripts.observe.audit import audit
+from tests.support.whole_runs import started, steps_of, trained
 
 STEPS = 2
 RUN = [
@@ -45,7 +44,7 @@ import os
 
 from mcp.server import MCPServer
 
-from rollout.agents import solver
+from rollout.environments import solver
 
 server = MCPServer("calculators", log_level="ERROR")
 
@@ -99,7 +98,7 @@ def test_an_environment_is_trained_in_and_one_that_fails_is_no_reward_of_0(
         assert run.wait_for_end(800) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
         steps = trained(run)
-        logged = [one for one in read_metrics(run.run_dir / "metrics.jsonl") if "critic/rewards/mean" in one]
+        logged = steps_of(run.run_dir, "critic/rewards/mean")
         assert len(steps) == len(logged) == STEPS
         for records, measured in zip(steps, logged, strict=True):
             assert {f"agent/{name}" for name in metrics} <= set(measured) and measured["agent/turns"] > 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,10 @@ from tests.support.whole_runs import (
     find,
     small,
     started,
+    steps_of,
     survivors,
     trained,
 )
-from trainer.tracking.sinks import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -94,14 +95,14 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         check_training(run, TOTAL_STEPS)
         check_tokens(run.run_dir)
         assert {record["replica"] for step in trained(run) for record in step} & {"replica-2", "replica-3"}
-        last = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "rollout/replicas_lost" in m][-1]
+        last = steps_of(run.run_dir, "rollout/replicas_lost")[-1]
         assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] == 1
         assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
 
 
 @pytest.mark.timeout(1200)
 def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model: Path) -> None:
-    """Where no training needs it at that moment: before the first step, and after the last."""
+    """No training needs the replica at that moment: before the first step, and after the last."""
     with started(
         tmp_path,
         *small(tiny_model),
@@ -116,7 +117,7 @@ def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model
             find(run, "VLLM::EngineCore").send_signal(signal.SIGKILL)
             given_up(run, count)
         assert run.wait_for_end(RECOVERY_DEADLINE_S) == 0, run.output.read_text()
-        evaluated = [m for m in read_metrics(run.run_dir / "metrics.jsonl") if "eval/accuracy" in m]
+        evaluated = steps_of(run.run_dir, "eval/accuracy")
         assert [(m["step"], m["eval/pinned"]) for m in evaluated] == [(0, 1), (2, 1)]
         check_training(run, 2)
         check_tokens(run.run_dir)
@@ -140,15 +141,25 @@ def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Pa
 OF_A_RUN = ("ray::ReplicaActor", "ray::TrainWorkerActor", "ray::AgentWorkerActor", "VLLM::", "wandb")
 
 
+def children() -> dict[psutil.Process, str]:
+    """Return all that this process has started, with their command lines."""
+    return {process: command_of(process) for process in psutil.Process().children(recursive=True)}
+
+
+def of_runs(lines: Mapping[psutil.Process, str]) -> list[psutil.Process]:
+    return [process for process, line in lines.items() if any(title in line for title in OF_A_RUN)]
+
+
 def check_the_end_of_a_killed_driver(tmp_path: Path, overrides: list[str], raylet: str | None = None) -> None:
-    """On a standing cluster they are no children of the driver, and Ray's own processes stay. `raylet`: its name, to
-    kill it and the actors too, so that nobody of Ray is left to end what the actors have started."""
+    """Kill the driver, and check that nothing of the run is left. On a standing cluster the processes of the run are
+    no children of the driver, and Ray's own stay. `raylet`: its name, to kill it and the actors too, so that nobody
+    of Ray is left to end what the actors have started."""
+    others = of_runs(children())  # engines that tests before this one have left to tests after it
     with started(tmp_path, *overrides) as run:
         run.wait_for("step  ")
         run.watch_children()
-        descendants = psutil.Process().children(recursive=True)
-        lines = {process: command_of(process) for process in descendants}
-        ours = [process for process, line in lines.items() if any(title in line for title in OF_A_RUN)]
+        lines = {process: line for process, line in children().items() if process not in others}
+        ours = of_runs(lines)
         assert {title for title in OF_A_RUN if any(title in line for line in lines.values())} == set(OF_A_RUN)
         if raylet is not None:
             for process, line in lines.items():

@@ -4,25 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import started, trained
-from trainer.tracking.audit import audit
-from trainer.tracking.sinks import read_metrics
+from scripts.observe.audit import audit
+from tests.support.whole_runs import started, steps_of, trained
 
 STEPS = 3
-RUN = [
-    "model=chat",
-    "recipe=agent",
-    "device=cpu",
-    "rollout.agent=tests.support.frameworks:both",
-    "model.warmup_steps=450",
-    f"trainer.total_steps={STEPS}",
-    "trainer.prompts_per_step=4",
-    "trainer.eval_every=0",
-    "data.num_val=4",
-    "rollout.max_num_seqs=16",
-    "rollout.max_staleness=1",
-    "rollout.max_failed_rewards=0",
-]
+RUN = f"""
+model=chat recipe=agent device=cpu rollout.agent=tests.support.frameworks:both model.warmup_steps=450 data.num_val=4
+trainer.total_steps={STEPS} trainer.prompts_per_step=4 trainer.eval_every=0
+rollout.max_num_seqs=16 rollout.max_staleness=1 rollout.max_failed_rewards=0
+""".split()
 
 
 @pytest.mark.slow
@@ -44,6 +34,6 @@ def test_agents_of_two_frameworks_are_trained_on_what_was_sampled(tmp_path: Path
             own = [one["reward_metrics"] for one in ended if one["reward_metrics"]["openai"] == framework]
             assert sum(one["tool_calls"] for one in own) > len(own), "more than one call each, on average"
             assert all(one["streamed"] >= 1 for one in own)
-        (first, *later) = [one for one in read_metrics(run.run_dir / "metrics.jsonl") if "actor/rollout_kl" in one]
+        (first, *later) = steps_of(run.run_dir, "actor/rollout_kl")
         assert len(later) == STEPS - 1
         assert abs(first["actor/rollout_kl"]) < 1e-3, "the trainer computes the logprobs that the replica sampled with"

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from scripts.observe.audit import audit
 from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, Run, find, started, trained
-from trainer.tracking.audit import audit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -51,7 +51,7 @@ async def agent(task, client):
 SPECIAL = re.compile(r"<(\|im_start\||\|im_end\||pad|bos|eos|unk)>|<[|\w]*$")
 """Control tokens, which records leave out; the last may be cut by a stop string in its name."""
 Heard = dict[str, list[tuple[str, str]]]
-"""By episode: id and text of the answers that its harness heard, in order."""
+"""The id and text of the answers that the harness of each episode heard, in order."""
 
 
 def job(tmp_path: Path, model: Path) -> tuple[list[str], dict[str, str]]:
@@ -66,7 +66,7 @@ def job(tmp_path: Path, model: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def heard(tmp_path: Path, life: str) -> tuple[Heard, dict[str, int]]:
-    """Of the training episodes, and how often the harness of each was started."""
+    """Return what the training episodes heard, and how often the harness of each was started."""
     answers, starts = defaultdict[str, list[tuple[str, str]]](list), defaultdict[str, int](int)
     for line in (tmp_path / "heard.jsonl").read_text().splitlines():
         note: dict[str, Any] = json.loads(line)

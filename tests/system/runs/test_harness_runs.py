@@ -24,17 +24,19 @@ async def agent(task, client):
     return float(len(said) % 2)
 """
 COMMAND = """
-import json, sys
+import json, os, sys, urllib.request
 import anthropic
-task, said = json.loads(sys.stdin.readline()), ""
-messages = [{"role": "user", "content": task["prompt"]}]
+said = ""
+messages = [{"role": "user", "content": sys.stdin.read()}]
 with anthropic.Anthropic() as client:
     for turn in range(2):
         with client.messages.stream(model="any", max_tokens=12, messages=messages, stop_sequences=["e", "a"]) as stream:
             text = "".join(stream.text_stream)
         said += text
         messages += [{"role": "assistant", "content": text or "."}, {"role": "user", "content": "More?"}]
-print(json.dumps({"reward": len(said) % 2}))
+reward = json.dumps({"value": len(said) % 2}).encode()
+headers = {"authorization": "Bearer " + os.environ["SLIPSTREAM_REWARD_KEY"]}
+urllib.request.urlopen(urllib.request.Request(os.environ["SLIPSTREAM_REWARD_URL"], reward, headers)).read()
 """
 
 
@@ -43,7 +45,7 @@ BY_TURNS = ("trainer.prompts_per_step=1", "rollout.num_agent_workers=2")
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """What was sampled may hold characters that `str.splitlines` takes for ends of lines."""
+    """Read lines that may hold characters which `str.splitlines` takes for ends of lines."""
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
@@ -82,8 +84,8 @@ def test_a_function_over_the_openai_sdk_is_trained_on_what_was_sampled(tmp_path:
 @pytest.mark.slow
 def test_a_command_over_the_anthropic_sdk_is_trained_too(tmp_path: Path, chat_model: Path) -> None:
     (tmp_path / "agent.py").write_text(COMMAND)
-    command = f"rollout.agent_command='{sys.executable} {tmp_path / 'agent.py'}'"
-    with started(tmp_path, *overrides(chat_model, 2), command, *BY_TURNS) as run:
+    command = (f"rollout.agent_command='{sys.executable} {tmp_path / 'agent.py'}'", "sessions.command_reward=true")
+    with started(tmp_path, *overrides(chat_model, 2), *command, *BY_TURNS) as run:
         assert run.wait_for_end(500) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         arrays = np.load(run.run_dir / "trajectories" / "step_000002.npz")
@@ -100,7 +102,8 @@ def test_a_harness_is_evaluated_as_it_is_trained(key: str, tmp_path: Path, chat_
     (tmp_path / "agent.py").write_text(COMMAND)
     value = "my_agent:agent" if key == "agent" else f"'{sys.executable} {tmp_path / 'agent.py'}'"
     sizes = [one for one in overrides(chat_model, 1) if not one.startswith("trainer.")]
-    more = ("evaluation.samples=2", "evaluation.temperature=1", "data.num_val=4")
+    more = ["evaluation.samples=2", "evaluation.temperature=1", "data.num_val=4"]
+    more += ["sessions.command_reward=true"] if key == "agent_command" else []
     with started(tmp_path, *sizes, f"rollout.{key}={value}", *more, command=EVALUATE, PYTHONPATH=str(tmp_path)) as run:
         assert run.wait_for_end(500) == 0, run.output.read_text()
         report = json.loads((run.run_dir / "evaluation.json").read_text())

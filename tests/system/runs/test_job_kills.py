@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.faults.simulated import job_kills
+from scripts.bench.faults import job_kills
 from tests.support.whole_runs import check_tokens
 
 

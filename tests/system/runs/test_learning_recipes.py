@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import SIZES, started
-from trainer.tracking.audit import audit
-from trainer.tracking.sinks import read_metrics
+from scripts.observe.audit import audit
+from tests.support.whole_runs import SIZES, started, steps_of
 
 STEPS = 2
 HAS_REASONING_GYM = importlib.util.find_spec("reasoning_gym") is not None
@@ -53,9 +52,8 @@ def test_its_episodes_are_what_it_is_for_and_trained(
     with started(tmp_path, f"model={model}", f"recipe={recipe}", *SIZES, *short) as run:
         assert run.wait_for_end(800) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
-        metrics = read_metrics(run.run_dir / "metrics.jsonl")
-        evaluations = [record for record in metrics if "eval/accuracy" in record]
+        evaluations = steps_of(run.run_dir, "eval/accuracy")
         assert [record["step"] for record in evaluations] == [0, STEPS]
-        steps = [record for record in metrics if "critic/rewards/mean" in record]
+        steps = steps_of(run.run_dir, "critic/rewards/mean")
         assert len(steps) == STEPS
         check(steps, evaluations[0])

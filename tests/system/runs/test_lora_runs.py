@@ -1,16 +1,13 @@
 """A run that trains an adapter, with real vLLM: what travels, what is sampled from, what is saved."""
 
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.support.adapters import write_quantized
-from tests.support.paths import ROOT
-from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, check_tokens, small, started
-from trainer.tracking.sinks import read_metrics
+from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, check_tokens, exported, small, started, steps_of
 
 RANK = 4
 
@@ -18,26 +15,29 @@ RANK = 4
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replicas_serve_the_weights_with_the_adapter_and_are_sent_the_adapter(tmp_path: Path, tiny_model: Path) -> None:
-    """Two steps on policy: every token of the second was sampled by merged weights."""
+    """Two steps on policy: every token of the second was sampled by merged weights. Nothing is held out."""
     job = [
-        *small(tiny_model),
-        *("trainer.total_steps=2", "trainer.eval_every=0", "trainer.lr=0.05", "trainer.lr_warmup_steps=1"),
+        *(word for word in small(tiny_model) if not word.startswith("data.num_val")),
+        *("trainer.total_steps=2", "data.val_files=none", "trainer.lr=0.05", "trainer.lr_warmup_steps=1"),
         *("rollout.max_staleness=0", "checkpoint.every=2", f"model.lora.rank={RANK}"),
     ]
     with started(tmp_path, *job) as run:
         assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()
-    check_tokens(run.run_dir)
-    steps = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+    assert check_tokens(run.run_dir).evaluations == 0
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["evaluation_requests"]) == (None, None, 0)
+    assert "finished: not evaluated, after 2 steps" in run.output.read_text()
+    steps = steps_of(run.run_dir)
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
         assert record["actor/grad_norm"] > 0
         assert record["actor/rollout_logprob_diff_max"] < 1e-4
-    export(run.run_dir, tmp_path / "adapter", "--adapter")
+    exported(run.run_dir, tmp_path / "adapter", "--adapter")
     factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     num_bytes = sum(4 * factor.numel() for factor in factors.values())
     assert [record["weight_sync/megabytes"] for record in steps] == pytest.approx([num_bytes / 1e6] * 2)
     assert all(factor.any() for factor in factors.values()), "every B has learned"
-    export(run.run_dir, tmp_path / "merged")
+    exported(run.run_dir, tmp_path / "merged")
     merged, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", tiny_model))
     changed = {name for name, weight in first.items() if not weight.equal(merged[name])}
     assert changed == {name for name in first if name.endswith("_proj.weight")}
@@ -63,7 +63,7 @@ def test_replicas_serve_the_adapter_beside_weights_of_their_own(
     with started(tmp_path, *job) as run:
         assert run.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, run.output.read_text()
     check_tokens(run.run_dir)
-    steps = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+    steps = steps_of(run.run_dir)
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
         assert record["actor/grad_norm"] > 0 and 0 < record["rollout/spec_acceptance"] < 1
@@ -71,9 +71,3 @@ def test_replicas_serve_the_adapter_beside_weights_of_their_own(
     first = steps[0]["actor/rollout_logprob_diff_max"]
     assert 1e-3 < first < 0.5 if quantized else first < 1e-5
     assert all(record["correction/k3_kl"] > 0 for record in steps)
-
-
-def export(run_dir: Path, folder: Path, *options: str) -> None:
-    command = [sys.executable, "-m", "scripts.export_hf", str(run_dir), str(folder), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

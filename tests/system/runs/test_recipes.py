@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout.search.world import World
+from rollout.environments.search.world import World
 from scripts.prepare_data import prepare
 from tests.support.paths import GSM8K, ROOT
 from tests.support.published import dapo_record, search_r1_record, write_jsonl, write_parquet
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 NUM_QUESTIONS = 12
 STEPS = 40
-"""Of the run whose retriever dies: enough for it to be still under way when that is back."""
+"""The steps of the run whose retriever dies: enough for it to be still under way when that is back."""
 OUTAGE_DEADLINE_S = 120
 SMALL = [
     "model=tiny",
@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `prepare_data` makes of GSM8K and of small copies of DAPO-Math-17k, AIME 2024 and Search-R1's data."""
+    """Prepare GSM8K and small copies of DAPO-Math-17k, AIME 2024 and Search-R1's data."""
     folder = tmp_path_factory.mktemp("sources")
     gsm8k = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(NUM_QUESTIONS)]
     for split in ("train", "test"):
@@ -102,8 +102,8 @@ def test_dapo_math(tmp_path: Path, data: Path) -> None:
 
 
 def test_search_r1_outlasts_a_retriever_that_dies(tmp_path: Path, data: Path) -> None:
-    """Over `make retriever`, which is killed and started again during the run, by a model that was warmed up to search.
-    Episodes wait for it: none fails, and none is trained on a search that failed."""
+    """The server of `make retriever` is killed and started again during the run, whose model was warmed up to
+    search. Episodes wait for it: none fails, and none is trained on a search that failed."""
     port = free_port()
     with (
         serves_the_world(port) as retriever,

@@ -3,37 +3,33 @@
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts.launch.start import owner
-from tests.support.whole_runs import END_DEADLINE_S, PROMPTS_PER_STEP, START_DEADLINE_S, check_tokens, small, started
-from trainer.tracking.sinks import read_metrics
+from tests.support.whole_runs import (
+    END_DEADLINE_S,
+    PROMPTS_PER_STEP,
+    START_DEADLINE_S,
+    check_tokens,
+    small,
+    started,
+    steps_of,
+)
 from weight_sync.transports.cleanup import DIRECTORY
 
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-ON_POLICY = [
-    f"trainer.total_steps={STEPS}",
-    "trainer.eval_every=0",
-    "checkpoint.every=2",
-    "trainer.mini_batches=2",
-    "trainer.lr_schedule=linear",
-    "rollout.max_staleness=0",
-    "rollout.seeded_sampling=true",
-    "resume=auto",
-]
+ON_POLICY = f"""
+trainer.total_steps={STEPS} trainer.eval_every=0 trainer.mini_batches=2 trainer.lr_schedule=linear
+checkpoint.every=2 rollout.max_staleness=0 rollout.seeded_sampling=true resume=auto
+""".split()
 LEARNED = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean", "response_length/mean")
 
 
 def weights_in_memory(run_dir: Path) -> list[Path]:
     return list(DIRECTORY.glob(f"slipstream-{owner(run_dir)}-*"))
-
-
-def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    return [record for record in read_metrics(run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
 
 
 @pytest.mark.timeout(1200)

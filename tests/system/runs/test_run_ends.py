@@ -1,4 +1,4 @@
-"""How whole runs end when something breaks or the user stops them."""
+"""Whole runs end in an orderly way when something breaks or the user stops them."""
 
 import os
 import re
@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from configs.checkpoint import FLEET_SOCKET
 from rollout.http.token import TOKEN_FILE
-from scripts.fleet import SOCKET_FILE
 from scripts.launch.start import owner
-from tests.support.whole_runs import END_DEADLINE_S, Run, find, small, started
+from tests.support.whole_runs import END_DEADLINE_S, Run, find, small, started, steps_of
 from trainer.tracking.sinks import read_metrics
 from weight_sync.transports.cleanup import DIRECTORY
 
@@ -47,7 +47,7 @@ def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, w
         assert re.search(CRASHES[who], (run.run_dir / "error.txt").read_text())
         assert run.survivors() == []
         assert list(DIRECTORY.glob(f"slipstream-{owner(run.run_dir)}-*")) == [], "weights in memory"
-        assert not (run.run_dir / SOCKET_FILE).is_symlink()
+        assert not (run.run_dir / FLEET_SOCKET).is_symlink()
         assert read_metrics(run.run_dir / "metrics.jsonl"), "what was logged is kept"
 
 
@@ -56,12 +56,12 @@ DAPO_WITH_A_TOOL = [
     "algorithm.overlong_buffer_tokens=16",
     "algorithm.mask_truncated=true",
     "algorithm.advantage=trainer.advantages.estimators:reinforce_plus_plus_baseline",
-    "rollout.agent_loop=rollout.agents.calculator:agent_loop",
+    "rollout.agent_loop=rollout.environments.calculator:agent_loop",
 ]
 
 
 def steps(run: Run) -> int:
-    """How many the run has logged."""
+    """Return how many steps the run has logged."""
     return run.output.read_text().count("\nstep ")
 
 
@@ -85,7 +85,7 @@ def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_
                 return found.json()
 
             def requests() -> list[str]:
-                """What the replica says of them, running and begun."""
+                """Return what the replica says of its requests, running and begun."""
                 return re.findall(r"^slipstream_(?:running|engine)_requests.*", client.get("/metrics").text, re.M)
 
             def stands_still() -> bool:
@@ -93,6 +93,9 @@ def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_
                 time.sleep(QUIET_S)
                 return (steps(run), answer("/versions"), requests()) == before
 
+            scrape = client.get("/metrics").text
+            assert re.search(r"^slipstream_run_critic_rewards_mean -?[0-9.]+$", scrape, re.M), "the metrics of the run"
+            assert re.search(r"^vllm:num_requests_running\{.*replica=\"replica-0\".*\} ", scrape, re.M), "of the engine"
             assert not answer("/is_paused")["is_paused"] and not stands_still()
             assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
             deadline = time.monotonic() + END_DEADLINE_S
@@ -107,6 +110,6 @@ def test_control_routes_pause_the_run_and_ctrl_c_ends_everything_and_keeps_what_
         assert run.wait_for_end(END_DEADLINE_S) == 130, run.output.read_text()
         assert "stopped; what was logged is in" in run.output.read_text()
         assert run.survivors() == []
-        (step, *_) = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+        (step, *_) = steps_of(run.run_dir)
         assert step["rollout/zero_variance_groups"] == 0 and step["rollout/failed_rewards"] == 0
         assert step["critic/rewards/mean"] < step["critic/score/mean"], "an untrained model does not stop by itself"

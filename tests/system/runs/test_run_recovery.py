@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import START_DEADLINE_S, Run, check_training, find, small, started
+from tests.support.whole_runs import START_DEADLINE_S, Run, check_training, find, small, started, steps_of
 from trainer.checkpoint.store import CheckpointStore
-from trainer.tracking.sinks import read_metrics
 
 STEPS = 8
 EVERY_PART = [
@@ -34,7 +33,7 @@ def test_a_killed_train_worker_costs_no_prompt_and_no_version(tmp_path: Path, ti
         output = run.output.read_text()
         assert "the train workers start again (1 of at most 3)" in output
         assert run.survivors() == []
-    steps = [record for record in read_metrics(run.run_dir / "metrics.jsonl") if "actor/pg_loss" in record]
+    steps = steps_of(run.run_dir)
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     assert [steps[0]["trainer/restarts"], steps[-1]["trainer/restarts"]] == [0, 1]
     check_every_part_took_part(steps)

@@ -1,17 +1,15 @@
 """Supervised runs as a user starts them: from a file of conversations to a model that a training run goes on from."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.paths import ROOT
-from tests.support.whole_runs import END_DEADLINE_S, SIZES, START_DEADLINE_S, check_tokens, started
-from trainer.tracking.audit import audit
-from trainer.tracking.plans import NoRunError
+from scripts.observe.audit import audit
+from scripts.observe.files import RunError
+from tests.support.whole_runs import END_DEADLINE_S, SIZES, START_DEADLINE_S, check_tokens, exported, started, steps_of
 from trainer.tracking.sinks import read_metrics
 
 SFT = (sys.executable, "-m", "scripts.sft")
@@ -20,7 +18,7 @@ ANSWERS = ("4", "four", "It is 4.", "2 + 2 = 4")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one and two turns, and one that is too long."""
+    """Write conversations of one and two turns, and one that is too long."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     turns = [[("user", "2 + 2?"), ("assistant", answer)] for answer in ANSWERS]
     turns += [[*turn, ("user", "Sure?"), ("assistant", "Yes.")] for turn in turns]
@@ -40,19 +38,13 @@ def run(folder: Path, *job: str) -> Path:
     return running.run_dir
 
 
-def exported(run_dir: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "scripts.export_hf", str(run_dir), str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_conversations_are_learned_a_resumed_run_is_the_same_and_reinforcement_learning_goes_on(
     tmp_path: Path, rows: Path, chat_model: Path
 ) -> None:
-    """On two ranks; the training run learns the same conversations beside its rollouts, and its audit is clean."""
+    """The job has two ranks; the training run learns the same conversations beside its rollouts, and its audit is
+    clean."""
     files = [f"sft.train_files={rows}", f"sft.val_files={rows}", "sft.max_tokens=200"]
     job = [
         *("device=cpu", "model=hf", "sizes=tiny", "model.kind=hf", f"model.path={chat_model}", *files),
@@ -72,11 +64,11 @@ def test_conversations_are_learned_a_resumed_run_is_the_same_and_reinforcement_l
     assert (summary["conversations"], summary["too_long"], summary["skipped_steps"]) == (8, 2, 0)
     assert summary["val_loss_after"] == validations[-1][1]
 
-    with pytest.raises(NoRunError, match="holds a supervised run"):
+    with pytest.raises(RunError, match="holds a supervised run"):
         audit(whole)
 
     resumed = run(tmp_path / "resumed", *job, f"resume={whole / 'checkpoints' / 'step_000002'}")
-    again = [record for record in read_metrics(resumed / "metrics.jsonl") if "actor/ce_loss" in record]
+    again = steps_of(resumed, "actor/ce_loss")
     assert [record["actor/ce_loss"] for record in again] == [record["actor/ce_loss"] for record in steps[2:]]
     first, second = (
         load_file(exported(folder, folder / "exported") / "model.safetensors") for folder in (whole, resumed)
@@ -92,6 +84,6 @@ def test_conversations_are_learned_a_resumed_run_is_the_same_and_reinforcement_l
     with started(tmp_path / "rl", *rl) as running:
         assert running.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, running.output.read_text()
     check_tokens(running.run_dir)
-    trained = [one for one in read_metrics(running.run_dir / "metrics.jsonl") if "actor/pg_loss" in one]
+    trained = steps_of(running.run_dir)
     assert len(trained) == 2
     assert trained[0]["actor/ce_loss"] < (validations[0][1] + validations[-1][1]) / 2, "it begins where that ended"

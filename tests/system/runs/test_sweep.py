@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.whole_runs import small, started
-from trainer.tracking.sinks import read_metrics
+from tests.support.whole_runs import small, started, steps_of
 
 
 @pytest.mark.slow
@@ -29,7 +28,7 @@ def test_a_sweep_trains_every_job_and_leaves_a_table(tmp_path: Path, tiny_model:
     for number in range(2):
         summary = json.loads((sweep / str(number) / "summary.json").read_text())
         assert summary["accuracy_after"] == jobs[number]["accuracy"]
-        steps = [record for record in read_metrics(sweep / str(number) / "metrics.jsonl") if "actor/lr" in record]
+        steps = steps_of(sweep / str(number), "actor/lr")
         rates.append(steps[-1]["actor/lr"])
     assert rates[0] == pytest.approx(10 * rates[1])
     assert "trainer.lr=1e-05" in run.output.read_text().splitlines()[-2]

@@ -12,12 +12,13 @@ from configs.schema import Config
 from rollout.progress import Attempt
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
-from scripts.bench.another_run import another_run
+from scripts.bench.trainings import another_run
 from scripts.launch.data import load_rows
 from scripts.launch.driver import training_sampling
-from scripts.launch.run import train
-from scripts.launch.start import StartedRun, make_workers, owner, start
+from scripts.launch.run import Training
+from scripts.launch.start import StartedRun, Starter, make_workers, owner
 from tests.support.compose import resolve
+from tests.support.rollouts import group_of
 from tests.support.sequences import only
 from trainer.advantages.credit import assign_credit
 from trainer.batch import assemble
@@ -28,26 +29,16 @@ from trainer.tracking.sinks import Tracker
 from weight_sync.transports.cleanup import release_all
 
 STEPS = 4
-OVERRIDES = [
-    "model=tiny",
-    "device=cpu",
-    f"trainer.total_steps={STEPS}",
-    "trainer.prompts_per_step=4",
-    "trainer.eval_every=0",
-    "checkpoint.every=0",
-    "algorithm.group_size=4",
-    "model.warmup_steps=0",
-    "data.num_train=50",
-    "data.num_val=8",
-    "rollout.max_staleness=0",
-    "rollout.seeded_sampling=true",
-    "rollout.max_num_seqs=16",
-    "rollout.reward=tests.support.rewards:length_parity",
-]
+OVERRIDES = f"""
+model=tiny device=cpu trainer.total_steps={STEPS} trainer.prompts_per_step=4 trainer.eval_every=0 checkpoint.every=0
+algorithm.group_size=4 model.warmup_steps=0 data.num_train=50 data.num_val=8
+rollout.max_staleness=0 rollout.seeded_sampling=true rollout.max_num_seqs=16
+rollout.reward=tests.support.rewards:length_parity
+""".split()
 
 
 Steps = list[tuple[Sequence[TrajectoryGroup], dict[str, float]]]
-"""What each step was trained on, and its metrics."""
+"""The groups that each step was trained on, and its metrics."""
 
 
 class Recorder(RunRecorder):
@@ -56,9 +47,9 @@ class Recorder(RunRecorder):
         self.steps: Steps = []
 
     def record_step(
-        self, global_steps: int, metrics: dict[str, float], groups: Any, advantages: Any, tokens: Any = None
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
     ) -> None:
-        super().record_step(global_steps, metrics, groups, advantages, tokens)
+        super().record_step(global_steps, metrics, groups, advantages, tokens, evidence)
         self.steps.append((groups, metrics))
 
 
@@ -78,13 +69,10 @@ async def synchronous_run(config: Config, parts: StartedRun) -> Steps:
         prompts = [stream.next() for _ in range(config.trainer.prompts_per_step)]
         groups: list[TrajectoryGroup] = await asyncio.gather(
             *(
-                parts.agents.run_group(
-                    prompt,
-                    replica,
-                    training_sampling(config),
-                    config.algorithm.group_size,
-                    Attempt(),
-                    on_open=[].append,
+                group_of(
+                    parts.agents.run_group(
+                        prompt, replica, training_sampling(config), config.algorithm.group_size, Attempt()
+                    )
                 )
                 for prompt in prompts
             )
@@ -113,9 +101,11 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
 
         async def scenario() -> tuple[Steps, Steps, dict[str, Any]]:
             async with asyncio.timeout(600):
-                parts = await start(config, "cpu", tmp_path, rows=load_rows(config), console=console)
+                rows = load_rows(config)
+                parts = await Starter(config=config, device="cpu", run_dir=tmp_path, rows=rows, console=console).start()
                 recorder = Recorder(tmp_path, console)
-                summary = await train(config, parts, console=console, recorder=recorder)
+                training = Training(config=config, started=parts, console=console, recorder=recorder)
+                summary = await training.run()
                 again = await with_new_workers(config, parts, tmp_path, console)
                 return recorder.steps, await synchronous_run(config, again), summary
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.observe.run import Run
 from scripts.timeline import TRACE_FILE, write_trace
 from tests.support.browser import find_browser, opened_browser
 from tests.support.event_runs import JOB, simulated
@@ -27,13 +28,13 @@ select a.process, b.process, count(*) from flow join owned a on slice_out = a.id
 group by a.process, b.process order by a.process
 """
 )
-"""From which process to which."""
+"""The arrows, counted by the processes that they go from and to."""
 
 
 def test_perfetto_reads_all_of_a_trace_and_complains_of_nothing(tmp_path: Path) -> None:
     events, _, _ = simulated()
     write(tmp_path, events)
-    write_trace(tmp_path, tmp_path / TRACE_FILE)
+    write_trace(Run.open(tmp_path), tmp_path / TRACE_FILE)
     with opened_browser(tmp_path / "profile") as tab, opened_trace(tab, tmp_path / TRACE_FILE) as perfetto:
         assert perfetto.complaints() == []
         names = {name for (name,) in perfetto.rows("select name from process where name is not null")}

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.fakes import make_manifest, make_tag
-from weight_sync.protocol import Checksums, Load, Manifest, ReceivingWorker
+from weight_sync.protocol import Checksums, Load, Manifest, Receiver, ReceivingWorker
 from weight_sync.receiver.merge import Merger
 from weight_sync.receiver.vllm_receiver import Staging
 from weight_sync.transports import registry
 
 
-class NoTensors:
+class NoTensors(Receiver):
     """A receiver that has come to the end at once."""
 
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
@@ -50,7 +50,7 @@ def staging(version: int, shadow: Any, before: Staging | None) -> Staging:
 
 
 def test_a_version_waits_for_one_that_was_given_up_and_has_not_heard_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a transfer is stopped because another replica failed, and tried again at once."""
+    """A transfer was stopped because another replica failed, and is tried again at once."""
     monkeypatch.setitem(registry._receivers, "no tensors", NoTensors())
     shadow: Any = SlowShadow()
     first = staging(1, shadow, None)

@@ -1,4 +1,4 @@
-"""What an entry of data.train_files names."""
+"""An entry of data.train_files names a file, a folder or a set of the hub."""
 
 from pathlib import Path
 

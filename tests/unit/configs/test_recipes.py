@@ -11,8 +11,9 @@ from configs.algorithm import Correction, LossAggregation, Proximal, Rejection
 from configs.checks.sections import TRAIN_AND_VAL, missing_data
 from configs.schema import Config, DType, Layout, ModelKind
 from configs.validate import ConfigError
-from rollout.search import tags
-from scripts.launch import cluster, plan
+from rollout.environments.search import tags
+from scripts.launch import cluster
+from scripts.plan import plan
 from tests.support.compose import CONFIGS, RECIPES, files, resolve
 
 
@@ -35,7 +36,7 @@ def test_a_recipe_needs_its_files_which_a_dry_run_only_misses() -> None:
         resolve("recipe=gsm8k")
     lines = str(caught.value).splitlines()
     assert [line.split("=")[0] for line in lines] == ["data.train_files", "data.val_files"]
-    assert all("no such file" in line and "`python -m scripts.prepare_data all`" in line for line in lines)
+    assert all("no such file" in line and "`slipstream prepare-data all`" in line for line in lines)
     planned = resolve("recipe=gsm8k", "dry_run=true")
     missing = [(problem.key, problem.shown) for problem in missing_data(planned)]
     assert missing == [("data.train_files", "data/gsm8k/train.parquet"), ("data.val_files", "data/gsm8k/test.parquet")]
@@ -58,7 +59,8 @@ def test_the_dapo_recipe_has_the_published_values() -> None:
 
 
 def test_the_search_r1_recipe_has_skyrls_values() -> None:
-    """Those of its fully asynchronous script; the loss rollout_is, in our terms, is weighed in [0.8, 1.2]."""
+    """The values are those of its fully asynchronous script; the loss rollout_is, in our terms, is weighed in [0.8,
+    1.2]."""
     config = resolve("recipe=search_r1", "dry_run=true")
     algorithm, rollout, trainer = config.algorithm, config.rollout, config.trainer
     assert (config.model.path, config.data.max_prompt_tokens) == ("Qwen/Qwen2.5-3B-Instruct", 2048)
@@ -95,9 +97,6 @@ def test_gsm8k_takes_the_sizes_of_the_model(tmp_path: Path) -> None:
     assert small.trainer.prompts_per_step == large.trainer.prompts_per_step, "the recipe's, where sizes say nothing"
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cluster, plan):
@@ -113,10 +112,10 @@ def lines_of_plan(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("recipe", "claims", "num_warnings"),
     [
-        ("recipe=arithmetic", "4 CPU", 0),
-        ("recipe=dapo_math model=tiny", "4 CPU", 2),
-        ("recipe=gsm8k", "6 CPU, 4 GPU", 3),
-        ("recipe=dapo_math", "10 CPU, 8 GPU", 3),
+        ("recipe=arithmetic", "3 CPU", 0),
+        ("recipe=dapo_math model=tiny", "3 CPU", 2),
+        ("recipe=gsm8k", "5 CPU, 4 GPU", 3),
+        ("recipe=dapo_math", "9 CPU, 8 GPU", 3),
     ],
 )
 def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings: int) -> None:
@@ -126,17 +125,17 @@ def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings:
     assert len(warnings) == num_warnings
     if warnings:
         assert ["data.train_files" in warnings[0], "data.val_files" in warnings[1]] == [True, True]
-        assert all("python -m scripts.prepare_data" in line for line in warnings[:2])
+        assert all("slipstream prepare-data" in line for line in warnings[:2])
         assert all("nvidia-smi lists no GPU" in warning for warning in warnings[2:])
 
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     ("gpu_share", "num_replicas", "claims"),
-    [(0.5, 1, "4 CPU, 1 GPU"), (0.5, 2, "5 CPU, 2 GPU"), (0.4, 2, "5 CPU, 2 GPU")],
+    [(0.5, 1, "3 CPU, 1 GPU"), (0.5, 2, "4 CPU, 2 GPU"), (0.4, 2, "4 CPU, 2 GPU")],
 )
 def test_a_trainer_and_a_replica_fit_on_one_gpu(gpu_share: float, num_replicas: int, claims: str) -> None:
-    """Of three with 0.4 each, two are on one GPU, and the third is on another."""
+    """Two replicas of three with 0.4 each are on one GPU, and the third is on another."""
     shared = [f"gpu_share={gpu_share}", "rollout.gpu_memory_utilization=0.4"]
     lines = lines_of_plan("recipe=gsm8k", *shared, "trainer.num_ranks=1", f"rollout.num_replicas={num_replicas}")
     assert f"     claims: {claims}" in lines

@@ -1,4 +1,4 @@
-"""How sums of rewards are written in the config."""
+"""The config writes sums of rewards as sums."""
 
 import pytest
 
@@ -25,6 +25,11 @@ def test_a_sum_is_written_as_one(expression: str, terms: list[RewardTerm]) -> No
         ("gsm8k+", "rollout.reward=gsm8k+: '' must be one of"),
         ("gsm8k+x*format", "rollout.reward=gsm8k+x*format: 'x*format' must be one of"),
         ("gsm8k*2", "rollout.reward=gsm8k*2: must be one of"),
+        (
+            "./mine.py:score",
+            "rollout.reward=./mine.py:score: must be one of gsm8k, gsm8k_flexible, dapo, math_verify, format, or "
+            "package.module:function, or weight*name; did you mean mine:score?",
+        ),
         ("gsm8k-format", "rollout.reward=gsm8k-format: must be one of"),
         ("gsm8k+2*gsm8k", "rollout.reward=gsm8k+2*gsm8k: two terms have the same name"),
         ("a:length+b:length", "rollout.reward=a:length+b:length: two terms have the same name"),

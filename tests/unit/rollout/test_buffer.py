@@ -1,11 +1,13 @@
-"""Between rollouter and trainer no group is lost, none is trained twice, and every wait has an end."""
+"""The buffer between rollouter and trainer: no group is lost or trained twice, and every wait has an end."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig, WeightSyncConfig
@@ -46,91 +48,74 @@ def ordinals(batch: TrainBatch) -> list[int]:
 # -- one step at a time ------------------------------------------------------------------------------------------------
 
 
-def test_one_group_on_its_way() -> None:
-    async def main() -> None:
-        buffer = small_buffer()
-        slot = await must_claim(buffer)
-        assert buffer.gauges()["rollout/inflight_groups"] == 1
-        group = make_group(7, 0, 0)
-        await buffer.put(slot, group)
-        assert buffer.gauges()["rollout/ready_groups"] == 1
-        batch = await buffer.next_batch(0)
-        assert batch.groups == (group,) and batch.masked_tokens == 0
-        assert buffer.gauges()["rollout/free_slots"] == 0, "held until the weights are live"
-        await buffer.advance(1)
-        assert buffer.gauges()["rollout/free_slots"] == 1
-
-    run_virtual(main())
+async def test_one_group_on_its_way() -> None:
+    buffer = small_buffer()
+    slot = await must_claim(buffer)
+    assert buffer.gauges()["rollout/inflight_groups"] == 1
+    group = make_group(7, 0, 0)
+    await buffer.put(slot, group)
+    assert buffer.gauges()["rollout/ready_groups"] == 1
+    batch = await buffer.next_batch(0)
+    assert batch.groups == (group,) and batch.masked_tokens == 0
+    assert buffer.gauges()["rollout/free_slots"] == 0, "held until the weights are live"
+    await buffer.advance(1)
+    assert buffer.gauges()["rollout/free_slots"] == 1
 
 
-def test_next_batch_waits_for_put_and_claim_waits_for_advance() -> None:
-    async def main() -> None:
-        buffer = small_buffer()
-        slot = await must_claim(buffer)
-        batch = asyncio.create_task(buffer.next_batch(0))
-        second = asyncio.create_task(buffer.claim())
-        await settle()
-        assert not batch.done() and not second.done()
-        await buffer.put(slot, make_group(0, 0))
-        assert ordinals(await batch) == [0]
-        await settle()
-        assert not second.done()
-        await buffer.advance(1)
-        assert (await second) == Slot(1, claimed_version=1)
-
-    run_virtual(main())
+async def test_next_batch_waits_for_put_and_claim_waits_for_advance() -> None:
+    buffer = small_buffer()
+    slot = await must_claim(buffer)
+    batch = asyncio.create_task(buffer.next_batch(0))
+    second = asyncio.create_task(buffer.claim())
+    await settle()
+    assert not batch.done() and not second.done()
+    await buffer.put(slot, make_group(0, 0))
+    assert ordinals(await batch) == [0]
+    await settle()
+    assert not second.done()
+    await buffer.advance(1)
+    assert (await second) == Slot(1, claimed_version=1)
 
 
-def test_every_claim_gets_none_when_the_run_has_all_its_groups() -> None:
-    async def main() -> None:
-        buffer = small_buffer(total=1, max_staleness=3)
-        slot = await must_claim(buffer)
-        waiters = [asyncio.create_task(buffer.claim()) for _ in range(3)]
-        await buffer.put(slot, make_group(0, 0))
-        await settle()
-        assert not any(waiter.done() for waiter in waiters), (
-            "the group may still be dropped, and then another is needed"
-        )
-        await buffer.next_batch(0)
-        assert await asyncio.gather(*waiters) == [None, None, None]
-        assert await buffer.claim() is None
-
-    run_virtual(main())
+async def test_every_claim_gets_none_when_the_run_has_all_its_groups() -> None:
+    buffer = small_buffer(total=1, max_staleness=3)
+    slot = await must_claim(buffer)
+    waiters = [asyncio.create_task(buffer.claim()) for _ in range(3)]
+    await buffer.put(slot, make_group(0, 0))
+    await settle()
+    assert not any(waiter.done() for waiter in waiters), "the group may still be dropped, and then another is needed"
+    await buffer.next_batch(0)
+    assert await asyncio.gather(*waiters) == [None, None, None]
+    assert await buffer.claim() is None
 
 
-def test_a_slot_dropped_while_the_trainer_waits_is_claimed_again() -> None:
-    async def main() -> None:
-        buffer = small_buffer(policy=StalePolicy.drop)
-        stale = await must_claim(buffer)
-        waiter = asyncio.create_task(buffer.claim())
-        await buffer.put(stale, make_group(0, 0))
-        batch = asyncio.create_task(buffer.next_batch(1))
-        await buffer.advance(1)
-        await buffer.put(await asyncio.wait_for(waiter, 1) or stale, make_group(1, 1))
-        assert ordinals(await batch) == [1]
-        assert buffer.gauges()["staleness/dropped_groups"] == 1
-
-    run_virtual(main())
+async def test_a_slot_dropped_while_the_trainer_waits_is_claimed_again() -> None:
+    buffer = small_buffer(policy=StalePolicy.drop)
+    stale = await must_claim(buffer)
+    waiter = asyncio.create_task(buffer.claim())
+    await buffer.put(stale, make_group(0, 0))
+    batch = asyncio.create_task(buffer.next_batch(1))
+    await buffer.advance(1)
+    await buffer.put(await asyncio.wait_for(waiter, 1) or stale, make_group(1, 1))
+    assert ordinals(await batch) == [1]
+    assert buffer.gauges()["staleness/dropped_groups"] == 1
 
 
 # -- every wait has an end ---------------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_does_not_come_names_the_knob_and_what_is_missing() -> None:
-    async def main() -> None:
-        buffer = small_buffer(groups_per_step=2, max_staleness=1)
-        slots = [await must_claim(buffer) for _ in range(3)]
-        await buffer.put(slots[0], make_group(0, 0))
-        started = asyncio.get_running_loop().time()
-        with pytest.raises(TimeoutError) as caught:
-            await buffer.next_batch(0)
-        assert asyncio.get_running_loop().time() - started == pytest.approx(TIMEOUT_S)
-        for part in ("step 0", "trainer.batch_timeout_s=1000.0", "2 groups in flight", "1 ready", "1 slots free"):
-            assert part in str(caught.value)
-        await buffer.put(slots[1], make_group(1, 0))
-        assert ordinals(await buffer.next_batch(0)) == [0, 1], "the groups are still there"
-
-    run_virtual(main())
+async def test_a_batch_that_does_not_come_names_the_knob_and_what_is_missing() -> None:
+    buffer = small_buffer(groups_per_step=2, max_staleness=1)
+    slots = [await must_claim(buffer) for _ in range(3)]
+    await buffer.put(slots[0], make_group(0, 0))
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(TimeoutError) as caught:
+        await buffer.next_batch(0)
+    assert asyncio.get_running_loop().time() - started == pytest.approx(TIMEOUT_S)
+    for part in ("step 0", "trainer.batch_timeout_s=1000.0", "2 groups in flight", "1 ready", "1 slots free"):
+        assert part in str(caught.value)
+    await buffer.put(slots[1], make_group(1, 0))
+    assert ordinals(await buffer.next_batch(0)) == [0, 1], "the groups are still there"
 
 
 def test_a_cancelled_waiter_takes_no_slot_with_it() -> None:
@@ -153,19 +138,16 @@ def test_a_cancelled_waiter_takes_no_slot_with_it() -> None:
         run_virtual(main(cancel_late))
 
 
-def test_a_cancelled_next_batch_takes_no_group_with_it() -> None:
-    async def main() -> None:
-        buffer = small_buffer()
-        slot = await must_claim(buffer)
-        batch = asyncio.create_task(buffer.next_batch(0))
-        await settle()
-        await buffer.put(slot, make_group(0, 0))
-        batch.cancel()
-        await settle()
-        assert batch.cancelled()
-        assert ordinals(await buffer.next_batch(0)) == [0]
-
-    run_virtual(main())
+async def test_a_cancelled_next_batch_takes_no_group_with_it() -> None:
+    buffer = small_buffer()
+    slot = await must_claim(buffer)
+    batch = asyncio.create_task(buffer.next_batch(0))
+    await settle()
+    await buffer.put(slot, make_group(0, 0))
+    batch.cancel()
+    await settle()
+    assert batch.cancelled()
+    assert ordinals(await buffer.next_batch(0)) == [0]
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
@@ -182,19 +164,15 @@ def test_mask_stale_masks_the_stale_tokens_and_no_others(versions: list[int], ol
     assert only(masked).response_ids is only(trajectory).response_ids and only(masked).spans == only(trajectory).spans
 
 
-def test_mask_policy_trains_a_late_group_without_its_stale_tokens() -> None:
-    """max_staleness=1: step 2 may train tokens of version 1, not of version 0."""
-
-    async def main() -> None:
-        buffer = small_buffer(policy=StalePolicy.mask, max_staleness=1)
-        slot = await must_claim(buffer)
-        await buffer.put(slot, make_group(0, 0, 0, 1, 2, group_size=2))
-        batch = await buffer.next_batch(2)
-        assert batch.masked_tokens == 4
-        for trajectory in batch.groups[0].trajectories:
-            np.testing.assert_array_equal(only(trajectory).loss_mask, [False, False, True, True])
-
-    run_virtual(main())
+async def test_mask_policy_trains_a_late_group_without_its_stale_tokens() -> None:
+    """Step 2 with max_staleness=1 may train tokens of version 1, not of version 0."""
+    buffer = small_buffer(policy=StalePolicy.mask, max_staleness=1)
+    slot = await must_claim(buffer)
+    await buffer.put(slot, make_group(0, 0, 0, 1, 2, group_size=2))
+    batch = await buffer.next_batch(2)
+    assert batch.masked_tokens == 4
+    for trajectory in batch.groups[0].trajectories:
+        np.testing.assert_array_equal(only(trajectory).loss_mask, [False, False, True, True])
 
 
 # -- groups that are not kept, and rewards that fail ------------------------------------------------------------------
@@ -218,137 +196,242 @@ def failed_group(ordinal: int, *rewards: float | None) -> TrajectoryGroup:
         ([1, None, 1], False),
         ([1, None, 0], True),
         ([1, None], False),
+        ([0.1 + 0.2, 0.3], False),
+        ([1e6 + 0.1, 1e6 + 0.2], True),
     ],
 )
-def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float | None], differ: bool) -> None:
+async def test_a_group_with_equal_rewards_makes_room_for_another(rewards: list[float | None], differ: bool) -> None:
     """Rewards that failed do not count; nor does the punishment of long responses."""
-
-    async def main() -> None:
-        buffer = small_buffer(max_sample_batches=1, failures=FailureBudget(num_trajectories=9, max_failed_rewards=1.0))
-        slot = await must_claim(buffer)
-        waiter = asyncio.create_task(buffer.claim())
-        group = failed_group(0, *rewards)
-        first, *others = group.trajectories
-        await buffer.put(slot, replace(group, trajectories=(replace(first, overlong_penalty=-0.5), *others)))
-        await settle()
-        assert waiter.done() is not differ
-        assert buffer.gauges()["rollout/filtered_groups"] == (not differ)
-        if not differ:
-            await buffer.put(waiter.result() or slot, make_mixed_group(1, 0))
-        assert ordinals(await buffer.next_batch(0)) == [0 if differ else 1]
-        waiter.cancel()
-
-    run_virtual(main())
+    buffer = small_buffer(max_sample_batches=1, failures=FailureBudget(num_trajectories=9, max_failed_rewards=1.0))
+    slot = await must_claim(buffer)
+    waiter = asyncio.create_task(buffer.claim())
+    group = failed_group(0, *rewards)
+    first, *others = group.trajectories
+    await buffer.put(slot, replace(group, trajectories=(replace(first, overlong_penalty=-0.5), *others)))
+    await settle()
+    assert waiter.done() is not differ
+    assert buffer.gauges()["rollout/filtered_groups"] == (not differ)
+    if not differ:
+        await buffer.put(waiter.result() or slot, make_mixed_group(1, 0))
+    assert ordinals(await buffer.next_batch(0)) == [0 if differ else 1]
+    waiter.cancel()
 
 
 def aborted(*versions: int) -> Trajectory:
     return replace(make_trajectory(*versions), finish_reason="abort")
 
 
-def test_an_aborted_group_makes_room_for_another() -> None:
+async def test_an_aborted_group_makes_room_for_another() -> None:
     """Nothing is left of it to learn from, and maybe no token that would have a version."""
-
-    async def main() -> None:
-        buffer = small_buffer()
-        await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=(aborted(), aborted(0, 0))))
-        gauges = buffer.gauges()
-        assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (1, 0)
-        await buffer.put(await must_claim(buffer), make_group(1, 0))
-        assert ordinals(await buffer.next_batch(0)) == [1]
-
-    run_virtual(main())
+    buffer = small_buffer()
+    await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=(aborted(), aborted(0, 0))))
+    gauges = buffer.gauges()
+    assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (1, 0)
+    await buffer.put(await must_claim(buffer), make_group(1, 0))
+    assert ordinals(await buffer.next_batch(0)) == [1]
 
 
-def test_aborted_groups_say_nothing_of_the_prompts() -> None:
+async def test_aborted_groups_say_nothing_of_the_prompts() -> None:
     """A client may abort as many as it wants, and equal rewards are counted as before."""
-
-    async def main() -> None:
-        buffer = small_buffer(max_sample_batches=1)
-        await buffer.put(await must_claim(buffer), make_group(0, 0))
-        for ordinal in range(1, 9):
-            await buffer.put(
-                await must_claim(buffer), replace(make_group(ordinal, 0), trajectories=(aborted(0), aborted(0)))
-            )
-        gauges = buffer.gauges()
-        assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (8, 1)
-        with pytest.raises(TooFewGroupsError, match="^2 groups with equal rewards"):
-            await buffer.put(await must_claim(buffer), make_group(9, 0))
-
-    run_virtual(main())
+    buffer = small_buffer(max_sample_batches=1)
+    await buffer.put(await must_claim(buffer), make_group(0, 0))
+    for ordinal in range(1, 9):
+        await buffer.put(
+            await must_claim(buffer), replace(make_group(ordinal, 0), trajectories=(aborted(0), aborted(0)))
+        )
+    gauges = buffer.gauges()
+    assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (8, 1)
+    with pytest.raises(TooFewGroupsError, match="^2 groups with equal rewards"):
+        await buffer.put(await must_claim(buffer), make_group(9, 0))
 
 
-def test_a_trajectory_aborted_before_its_first_token_leaves_its_group_as_stale_as_it_is() -> None:
-    async def main() -> None:
-        buffer = small_buffer(max_staleness=1)
-        group = replace(make_group(0, 0), trajectories=(aborted(), make_trajectory(1, 2), make_trajectory(2)))
-        await buffer.put(await must_claim(buffer), group)
-        assert ordinals(await buffer.next_batch(0)) == [0]
-        assert group.min_version == 1
-
-    run_virtual(main())
+async def test_a_trajectory_aborted_before_its_first_token_leaves_its_group_as_stale_as_it_is() -> None:
+    buffer = small_buffer(max_staleness=1)
+    group = replace(make_group(0, 0), trajectories=(aborted(), make_trajectory(1, 2), make_trajectory(2)))
+    await buffer.put(await must_claim(buffer), group)
+    assert ordinals(await buffer.next_batch(0)) == [0]
+    assert group.min_version == 1
 
 
-def test_too_many_filtered_groups_in_a_row_name_the_key() -> None:
+async def test_too_many_filtered_groups_in_a_row_name_the_key() -> None:
     """2 batches of 2 may be filtered, again after every batch."""
-
-    async def main() -> None:
-        buffer = small_buffer(groups_per_step=2, max_staleness=3, max_sample_batches=2)
-        for _ in range(2):
-            for ordinal in range(4):
-                await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
-            for ordinal in (4, 5):
-                await buffer.put(await must_claim(buffer), make_mixed_group(ordinal, 0))
-            await buffer.next_batch(0)
-        await buffer.put(await must_claim(buffer), make_mixed_group(6, 0))
+    buffer = small_buffer(groups_per_step=2, max_staleness=3, max_sample_batches=2)
+    for _ in range(2):
         for ordinal in range(4):
             await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
-        with pytest.raises(TooFewGroupsError) as caught:
-            await buffer.put(await must_claim(buffer), make_group(5, 0))
-        assert "5 groups with equal rewards since the last batch, for 1 that differ" in str(caught.value)
-        assert "algorithm.max_sample_batches=2 allows 2 x trainer.prompts_per_step=2" in str(caught.value)
-
-    run_virtual(main())
-
-
-def test_filtered_groups_are_no_error_while_a_batch_waits_for_the_trainer() -> None:
-    async def main() -> None:
-        buffer = small_buffer(groups_per_step=1, max_staleness=9, max_sample_batches=1)
-        await buffer.put(await must_claim(buffer), make_mixed_group(0, 0))
-        for ordinal in range(1, 9):
-            await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
-        assert ordinals(await buffer.next_batch(0)) == [0]
-
-    run_virtual(main())
+        for ordinal in (4, 5):
+            await buffer.put(await must_claim(buffer), make_mixed_group(ordinal, 0))
+        await buffer.next_batch(0)
+    await buffer.put(await must_claim(buffer), make_mixed_group(6, 0))
+    for ordinal in range(4):
+        await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
+    with pytest.raises(TooFewGroupsError) as caught:
+        await buffer.put(await must_claim(buffer), make_group(5, 0))
+    assert "5 groups with equal rewards since the last batch, for 1 that differ" in str(caught.value)
+    assert "algorithm.max_sample_batches=2 allows 2 x trainer.prompts_per_step=2" in str(caught.value)
 
 
-def test_failed_rewards_are_counted_until_there_are_too_many() -> None:
-    async def main() -> None:
-        buffer = small_buffer(max_staleness=9, failures=FailureBudget(num_trajectories=4, max_failed_rewards=0.5))
-        await buffer.put(await must_claim(buffer), failed_group(0, None, 1, None))
-        assert buffer.gauges()["rollout/failed_rewards"] == 2
-        greedy = replace(make_trajectory(0), error="of the greedy one")
-        with pytest.raises(RewardFailuresError, match="the first: no number"):
-            await buffer.put(await must_claim(buffer), replace(failed_group(1, 1, 0), greedy=greedy))
+async def test_filtered_groups_are_no_error_while_a_batch_waits_for_the_trainer() -> None:
+    buffer = small_buffer(groups_per_step=1, max_staleness=9, max_sample_batches=1)
+    await buffer.put(await must_claim(buffer), make_mixed_group(0, 0))
+    for ordinal in range(1, 9):
+        await buffer.put(await must_claim(buffer), make_group(ordinal, 0))
+    assert ordinals(await buffer.next_batch(0)) == [0]
 
-    run_virtual(main())
+
+async def test_failed_rewards_are_counted_until_there_are_too_many() -> None:
+    buffer = small_buffer(max_staleness=9, failures=FailureBudget(num_trajectories=4, max_failed_rewards=0.5))
+    await buffer.put(await must_claim(buffer), failed_group(0, None, 1, None))
+    assert buffer.gauges()["rollout/failed_rewards"] == 2
+    greedy = replace(make_trajectory(0), error="of the greedy one")
+    with pytest.raises(RewardFailuresError, match="the first: no number"):
+        await buffer.put(await must_claim(buffer), replace(failed_group(1, 1, 0), greedy=greedy))
 
 
 @pytest.mark.parametrize("filter_groups", [False, True])
-def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> None:
+async def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> None:
     config = Config(
         algorithm=AlgorithmConfig(group_size=4, filter_groups=filter_groups, max_sample_batches=1),
         rollout=RolloutConfig(max_staleness=2, max_failed_rewards=0.5, stale_policy=StalePolicy.mask),
         trainer=TrainerConfig(total_steps=6, prompts_per_step=1),
         weight_sync=WeightSyncConfig(interval=3),
     )
+    buffer = make_buffer(config)
+    ledger = buffer.ledger
+    assert (ledger.window.capacity, ledger.total_groups, ledger.policy) == (9, 6, StalePolicy.mask)
+    await buffer.put(await must_claim(buffer), failed_group(0, *[None] * 12))
+    assert buffer.gauges()["rollout/filtered_groups"] == filter_groups
+    with pytest.raises(RewardFailuresError, match="of the run's 24 trajectories"):
+        await buffer.put(await must_claim(buffer), failed_group(1, None))
 
-    async def main() -> None:
-        buffer = make_buffer(config)
-        ledger = buffer.ledger
-        assert (ledger.window.capacity, ledger.total_groups, ledger.policy) == (9, 6, StalePolicy.mask)
-        await buffer.put(await must_claim(buffer), failed_group(0, *[None] * 12))
-        assert buffer.gauges()["rollout/filtered_groups"] == filter_groups
-        with pytest.raises(RewardFailuresError, match="of the run's 24 trajectories"):
-            await buffer.put(await must_claim(buffer), failed_group(1, None))
 
-    run_virtual(main())
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+async def whole_run(  # noqa: PLR0913
+    buffer: TrajectoryBuffer,
+    num_steps: int,
+    num_producers: int,
+    seconds: list[float],
+    flat: list[bool],
+    train_s: float,
+    sync_s: tuple[float, float],
+) -> list[TrainBatch]:
+    """`num_producers` at random speed, and a trainer that begins its next step while its weights are on their way.
+    `sync_s`: from their publication until they are live, and from then until `advance`. All rewards of a group are
+    equal where `flat` says so."""
+    window, live, next_ordinal = buffer.ledger.window, 0, 0
+
+    async def produce() -> None:
+        nonlocal next_ordinal
+        while (slot := await buffer.claim()) is not None:
+            ordinal, first = next_ordinal, live
+            next_ordinal += 1
+            await asyncio.sleep(seconds[ordinal % len(seconds)])
+            make = make_group if flat[ordinal % len(flat)] else make_mixed_group
+            await buffer.put(slot, make(ordinal, first, live))
+
+    async def update(version: int) -> None:
+        nonlocal live
+        await asyncio.sleep(sync_s[0])
+        live = version
+        await asyncio.sleep(sync_s[1])
+        await buffer.advance(version)
+
+    batches, updating = [], None
+    async with asyncio.TaskGroup() as producers:
+        for _ in range(num_producers):
+            producers.create_task(produce())
+        for step in range(num_steps):
+            batches.append(await buffer.next_batch(step))
+            if window.max_staleness == 0 and step % window.update_interval == 0:
+                assert buffer.ledger.live_version == step, "synchronous: it cannot begin before its weights are live"
+            await asyncio.sleep(train_s)
+            if updating is not None:
+                await updating
+            if (step + 1) % window.update_interval == 0:
+                updating = asyncio.create_task(update(step + 1))
+    return batches
+
+
+def run_whole(
+    policy: StalePolicy, draw: Callable[[Any], Any], flat: list[bool] | None = None
+) -> tuple[TrajectoryBuffer, list[TrainBatch]]:
+    """`flat` filters groups."""
+    groups_per_step, interval = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    num_steps = interval * draw(st.integers(1, 5))
+    window = StalenessWindow(
+        groups_per_step=groups_per_step, max_staleness=draw(st.integers(0, 3)), update_interval=interval
+    )
+    ledger = SlotLedger(window, policy, num_steps * groups_per_step)
+    buffer = TrajectoryBuffer(ledger, batch_timeout_s=100_000.0, max_sample_batches=None if flat is None else 20)
+    seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 7.0, 40.0]), min_size=1, max_size=9))
+    work: Coroutine[Any, Any, list[TrainBatch]] = whole_run(
+        buffer,
+        num_steps,
+        draw(st.integers(1, 12)),
+        seconds,
+        flat or [False],
+        draw(st.sampled_from([0.0, 3.0])),
+        draw(st.tuples(st.sampled_from([0.0, 2.0, 20.0]), st.integers(0, 2))),
+    )
+    return buffer, run_virtual(work)
+
+
+flags = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([StalePolicy.wait, StalePolicy.mask]), st.data())
+def test_every_prompt_is_trained_exactly_once(policy: StalePolicy, data: st.DataObject) -> None:
+    buffer, batches = run_whole(policy, data.draw)
+    trained = [ordinal for batch in batches for ordinal in ordinals(batch)]
+    assert sorted(trained) == list(range(buffer.ledger.total_groups))
+    window = buffer.ledger.window
+    for step, batch in enumerate(batches):
+        assert ordinals(batch) == sorted(ordinals(batch))
+        for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
+            versions = only(trajectory).token_versions()[only(trajectory).loss_mask]
+            assert all(window.is_fresh(version, step) for version in versions)
+            assert only(trajectory).loss_mask.all() or policy is StalePolicy.mask
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_drop_trains_nothing_stale_and_counts_what_it_drops(data: st.DataObject) -> None:
+    buffer, batches = run_whole(StalePolicy.drop, data.draw)
+    window, ledger = buffer.ledger.window, buffer.ledger
+    assert all(len(batch.groups) == window.groups_per_step for batch in batches)
+    assert ledger.num_claimed == ledger.total_groups + ledger.num_dropped
+    for step, batch in enumerate(batches):
+        assert all(window.is_fresh(group.min_version, step) for group in batch.groups)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(StalePolicy)), flags.filter(lambda some: not all(some)), st.data())
+def test_filtered_groups_are_refilled_exactly(policy: StalePolicy, flat: list[bool], data: st.DataObject) -> None:
+    """Every batch is full, within the bound, and of groups that differ; every prompt is trained, filtered or dropped,
+    and no more are claimed than that."""
+    buffer, batches = run_whole(policy, data.draw, flat)
+    window, ledger = buffer.ledger.window, buffer.ledger
+    trained = [ordinal for batch in batches for ordinal in ordinals(batch)]
+    assert len(set(trained)) == len(trained) == ledger.total_groups
+    assert not any(flat[ordinal % len(flat)] for ordinal in trained)
+    assert ledger.num_claimed == ledger.total_groups + buffer.num_filtered + ledger.num_dropped
+    assert buffer.num_filtered == sum(flat[ordinal % len(flat)] for ordinal in range(ledger.num_claimed))
+    assert ledger.num_in_flight == ledger.num_ready == 0
+    if policy is not StalePolicy.drop:
+        assert sorted(trained) == [n for n in range(ledger.num_claimed) if not flat[n % len(flat)]]
+    for step, batch in enumerate(batches):
+        assert len(batch.groups) == window.groups_per_step
+        for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
+            versions = only(trajectory).token_versions()[only(trajectory).loss_mask]
+            assert all(window.is_fresh(version, step) for version in versions)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(list(StalePolicy)), st.data())
+def test_a_run_whose_groups_are_all_filtered_ends_with_an_error(policy: StalePolicy, data: st.DataObject) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        run_whole(policy, data.draw, [True])
+    assert caught.group_contains(TooFewGroupsError, match="algorithm.max_sample_batches=20")

@@ -1,4 +1,4 @@
-"""How many rewards of a run may fail."""
+"""The budget of rewards that may fail in a run."""
 
 import pytest
 

@@ -101,13 +101,14 @@ def test_tokens_of_another_prompt_are_not_taken_for_the_ends_of_the_old_ones() -
 def test_a_request_without_a_token_is_known_to_run_and_no_more() -> None:
     progress, nothing = Progress(), make_completion([], [], "")
     progress.begin(3, Attempt(number=1), "b")
-    assert progress.running(3) == []
+    group = progress.groups[3]
+    assert group.running() == []
     progress.take("b", report_of(delta("3.1-0", 0, nothing), delta("3.1-1", 0, make_completion([7], [0], "stop"))))
-    assert progress.running(3) == [rid("3.1-0")]
+    assert group.running() == [rid("3.1-0")]
     assert tokens_of(progress.partials(3)) == {(1, 0): [7]}
     progress.take("b", report_of(delta("3.1-0", 0, make_completion([8], [0], "", cached_tokens=2))))
     partial = progress.partials(3)[0, 0].completion
-    assert (partial.token_ids.tolist(), partial.cached_tokens, progress.running(3)) == ([8], 2, [rid("3.1-0")])
+    assert (partial.token_ids.tolist(), partial.cached_tokens, group.running()) == ([8], 2, [rid("3.1-0")])
 
 
 def test_what_an_environment_said_is_kept_although_the_policy_has_not_answered_yet() -> None:
@@ -124,3 +125,19 @@ def test_what_an_environment_said_is_kept_although_the_policy_has_not_answered_y
 
 def test_a_prompts_checksum_is_of_its_tokens() -> None:
     assert prompt_checksum((1, 2)) == prompt_checksum(np.array([1, 2])) != prompt_checksum((2, 1))  # pyright: ignore
+
+
+def test_a_replica_is_asked_for_the_groups_that_are_on_it_now_and_for_no_others() -> None:
+    known = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
+    progress, partials = Progress(), {(0, 0): known}
+    for ordinal in range(4):
+        progress.begin(ordinal, Attempt(partials=partials), f"replica-{ordinal % 2}")
+    group = progress.groups[1]
+    group.end_attempt()
+    assert {name.ordinal for name in progress.known("replica-1")} == {3}, "it is on no replica"
+    progress.place(group, "replica-0")
+    progress.end(2)
+    assert {name.ordinal for name in progress.known("replica-0")} == {0, 1}
+    progress.begin(3, Attempt(number=1, partials=partials), "replica-0")
+    assert not progress.known("replica-1") and progress.known("replica-2") == {}
+    assert {name.attempt for name in progress.known("replica-0") if name.ordinal == 3} == {1}

@@ -48,7 +48,7 @@ def test_a_prompt_carries_everything_of_its_row() -> None:
 
 
 class ReadOnce(list[Prompt]):
-    """Of a million rows, each look at all of them stops the run's event loop for a while."""
+    """Rows that count how often all of them are read: a million of them stop the run's event loop for a while."""
 
     num_passes = 0
 

@@ -15,144 +15,116 @@ def in_flight(router: ReplicaRouter) -> float:
     return router.gauges()["rollout/inflight_trajectories"]
 
 
-def test_a_group_goes_to_the_least_loaded_replica() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=100)
-        assert await router.acquire(8) == "a"
-        assert await router.acquire(2) == "b"
-        assert await router.acquire(2) == "b"
-        assert await router.acquire(2) == "b"
-        router.release("a", 8)
-        assert await router.acquire(2) == "a"
-        assert in_flight(router) == 8
-
-    run_virtual(main())
+async def test_a_group_goes_to_the_least_loaded_replica() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=100)
+    assert await router.acquire(8) == "a"
+    assert await router.acquire(2) == "b"
+    assert await router.acquire(2) == "b"
+    assert await router.acquire(2) == "b"
+    router.release("a", 8)
+    assert await router.acquire(2) == "a"
+    assert in_flight(router) == 8
 
 
-def test_a_preferred_replica_is_taken_while_it_is_in_service_and_has_room() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=4)
-        assert await router.acquire(3, prefer="b") == "b"
-        assert await router.acquire(1, prefer="b") == "b", "though a is idle"
-        assert await router.acquire(1, prefer="b") == "a", "b is full"
-        router.release("b", 4)
-        await router.eject("b", RuntimeError("gone"))
-        assert await router.acquire(1, prefer="b") == "a"
-
-    run_virtual(main())
+async def test_a_preferred_replica_is_taken_while_it_is_in_service_and_has_room() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=4)
+    assert await router.acquire(3, prefer="b") == "b"
+    assert await router.acquire(1, prefer="b") == "b", "though a is idle"
+    assert await router.acquire(1, prefer="b") == "a", "b is full"
+    router.release("b", 4)
+    await router.eject("b", RuntimeError("gone"))
+    assert await router.acquire(1, prefer="b") == "a"
 
 
-def test_idle_replicas_take_turns() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b", "c"], max_inflight=4)
-        taken = []
-        for _ in range(6):
-            taken.append(await router.acquire(4))
-            router.release(taken[-1], 4)
-        assert taken == ["a", "b", "c", "a", "b", "c"]
-
-    run_virtual(main())
+async def test_idle_replicas_take_turns() -> None:
+    router = ReplicaRouter(["a", "b", "c"], max_inflight=4)
+    taken = []
+    for _ in range(6):
+        taken.append(await router.acquire(4))
+        router.release(taken[-1], 4)
+    assert taken == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_first_come_first_served_also_behind_a_big_group() -> None:
+async def test_first_come_first_served_also_behind_a_big_group() -> None:
     """Small groups that would fit do not overtake the big one, or it would starve."""
+    router = ReplicaRouter(["a"], max_inflight=8)
+    await router.acquire(4)
+    await router.acquire(2)
+    served = []
 
-    async def main() -> None:
-        router = ReplicaRouter(["a"], max_inflight=8)
-        await router.acquire(4)
-        await router.acquire(2)
-        served = []
+    async def acquire(count: int) -> None:
+        await router.acquire(count)
+        served.append(count)
 
-        async def acquire(count: int) -> None:
-            await router.acquire(count)
-            served.append(count)
-
-        waiters = [asyncio.create_task(acquire(count)) for count in (4, 2, 1)]
-        await settle()
-        assert served == [], "there is room for 2 and for 1, but the 4 came first"
-        router.release("a", 4)
-        await settle()
-        assert served == [4, 2]
-        router.release("a", 4)
-        await asyncio.gather(*waiters)
-        assert served == [4, 2, 1]
-
-    run_virtual(main())
+    waiters = [asyncio.create_task(acquire(count)) for count in (4, 2, 1)]
+    await settle()
+    assert served == [], "there is room for 2 and for 1, but the 4 came first"
+    router.release("a", 4)
+    await settle()
+    assert served == [4, 2]
+    router.release("a", 4)
+    await asyncio.gather(*waiters)
+    assert served == [4, 2, 1]
 
 
-def test_a_group_above_the_limit_waits_for_an_idle_replica() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=8)
-        assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
-        waiter = asyncio.create_task(router.acquire(20))
-        await settle()
-        assert not waiter.done()
-        router.release("b", 1)
-        assert await waiter == "b"
-        assert await router.acquire(7) == "a"
-
-    run_virtual(main())
+async def test_a_group_above_the_limit_waits_for_an_idle_replica() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=8)
+    assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
+    waiter = asyncio.create_task(router.acquire(20))
+    await settle()
+    assert not waiter.done()
+    router.release("b", 1)
+    assert await waiter == "b"
+    assert await router.acquire(7) == "a"
 
 
-def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=8)
-        await router.eject("a", RuntimeError("out of memory"))
-        assert router.healthy == ["b"]
-        assert [await router.acquire(4), await router.acquire(4)] == ["b", "b"]
-        waiter = asyncio.create_task(router.acquire(4))
-        await settle()
-        assert not waiter.done()
-        await router.admit("a")
-        assert await waiter == "a"
-
-    run_virtual(main())
+async def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=8)
+    await router.eject("a", RuntimeError("out of memory"))
+    assert router.healthy == ["b"]
+    assert [await router.acquire(4), await router.acquire(4)] == ["b", "b"]
+    waiter = asyncio.create_task(router.acquire(4))
+    await settle()
+    assert not waiter.done()
+    await router.admit("a")
+    assert await waiter == "a"
 
 
-def test_with_the_last_replica_removed_every_waiter_is_told_every_error() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=1)
-        assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
-        waiters = [asyncio.create_task(router.acquire(1)) for _ in range(3)]
-        await settle()
-        await router.remove("a", RuntimeError("out of memory"))
-        await settle()
-        assert not any(waiter.done() for waiter in waiters)
-        await router.remove("b", ValueError("wrong checksum"))
-        for outcome in await asyncio.gather(*waiters, return_exceptions=True):
-            assert isinstance(outcome, NoReplicaLeftError)
-            assert "a: RuntimeError('out of memory')" in str(outcome)
-            assert "b: ValueError('wrong checksum')" in str(outcome)
-
-    run_virtual(main())
+async def test_with_the_last_replica_removed_every_waiter_is_told_every_error() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=1)
+    assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]
+    waiters = [asyncio.create_task(router.acquire(1)) for _ in range(3)]
+    await settle()
+    await router.remove("a", RuntimeError("out of memory"))
+    await settle()
+    assert not any(waiter.done() for waiter in waiters)
+    await router.remove("b", ValueError("wrong checksum"))
+    for outcome in await asyncio.gather(*waiters, return_exceptions=True):
+        assert isinstance(outcome, NoReplicaLeftError)
+        assert "a: RuntimeError('out of memory')" in str(outcome)
+        assert "b: ValueError('wrong checksum')" in str(outcome)
 
 
-def test_while_one_may_come_back_a_group_waits_for_it() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=4)
-        await router.eject("a", RuntimeError("not verified"))
-        await router.remove("b", RuntimeError("torn"))
-        waiter = asyncio.create_task(router.acquire(4))
-        await settle()
-        assert not waiter.done() and router.healthy == []
-        await router.admit("a")
-        assert await waiter == "a"
-
-    run_virtual(main())
+async def test_while_one_may_come_back_a_group_waits_for_it() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=4)
+    await router.eject("a", RuntimeError("not verified"))
+    await router.remove("b", RuntimeError("torn"))
+    waiter = asyncio.create_task(router.acquire(4))
+    await settle()
+    assert not waiter.done() and router.healthy == []
+    await router.admit("a")
+    assert await waiter == "a"
 
 
-def test_a_removed_replica_never_comes_back() -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a", "b"], max_inflight=4)
-        await router.acquire(4)
-        await router.remove("a", RuntimeError("torn"))
-        router.release("a", 4)
-        await router.eject("a", RuntimeError("late news"))
-        await router.admit("a")
-        assert router.healthy == ["b"] and in_flight(router) == 0
-        assert await router.acquire(4) == "b"
-
-    run_virtual(main())
+async def test_a_removed_replica_never_comes_back() -> None:
+    router = ReplicaRouter(["a", "b"], max_inflight=4)
+    await router.acquire(4)
+    await router.remove("a", RuntimeError("torn"))
+    router.release("a", 4)
+    await router.eject("a", RuntimeError("late news"))
+    await router.admit("a")
+    assert router.healthy == ["b"] and in_flight(router) == 0
+    assert await router.acquire(4) == "b"
 
 
 def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty() -> None:
@@ -161,16 +133,13 @@ def test_a_replica_is_given_more_than_it_has_seats_for_so_that_none_stays_empty(
 
 
 @pytest.mark.parametrize(("max_num_seqs", "group_size"), [(64, 8), (4, 8), (4, 9), (1, 64)])
-def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_waits_for_its_slot(
+async def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_waits_for_its_slot(
     max_num_seqs: int, group_size: int
 ) -> None:
-    async def main() -> None:
-        router = ReplicaRouter(["a"], max_inflight(max_num_seqs, group_size))
-        for _ in range(2):
-            async with asyncio.timeout(1):
-                assert await router.acquire(group_size) == "a"
-
-    run_virtual(main())
+    router = ReplicaRouter(["a"], max_inflight(max_num_seqs, group_size))
+    for _ in range(2):
+        async with asyncio.timeout(1):
+            assert await router.acquire(group_size) == "a"
 
 
 def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody() -> None:
@@ -229,7 +198,7 @@ def test_every_schedule(num: int, limit: int, groups: list[tuple[int, ...]], hea
             router.release(name, count)
 
         async def change_health(at: int, healthy: bool) -> None:
-            """Of the first replica only, so that there is always one where there are two."""
+            """Change the first replica only, so that there is always one where there are two."""
             await asyncio.sleep(at)
             await (router.admit("r0") if healthy or num == 1 else router.eject("r0", RuntimeError("gone")))
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.progress import Attempt, PartialCompletion
+from rollout.progress import PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.snapshot import OtherPromptsError, UnderWay, capture, decode, encode, restore
 from rollout.types import DiscardReason
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
+from tests.support.routes import rows_of, some_routes
 from tests.support.sequences import only
 
 
@@ -49,37 +50,48 @@ def test_cut_anywhere_every_prompt_is_trained_once_and_goes_on_from_its_tokens(
 
 
 @pytest.mark.parametrize("change", [{"max_staleness": 0}, {"group_size": 2}])
-def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change: dict[str, int]) -> None:
-    async def main() -> None:
-        first = CheckpointedRun([1.0, 9.0, 3.0], max_staleness=3)
-        state = await first.until(2)
-        run = replace(CheckpointedRun([1.0], max_staleness=3, global_steps=2), **change)
-        untrained = {group.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
-        given_back = restore(state, run.rollouter)
-        assert given_back == len(run.rollouter.stream.returned) > 0
-        if "group_size" in change:
-            assert given_back == len(untrained)
-        await run.until(NUM_STEPS)
-        trained = [ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step]
-        assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
-
-    run_virtual(main())
+async def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(change: dict[str, int]) -> None:
+    first = CheckpointedRun([1.0, 9.0, 3.0], max_staleness=3)
+    state = await first.until(2)
+    run = replace(CheckpointedRun([1.0], max_staleness=3, global_steps=2), **change)
+    untrained = {group.ordinal for group in state.ready} | {group.ordinal for group in state.under_way}
+    given_back = restore(state, run.rollouter)
+    assert given_back == len(run.rollouter.stream.returned) > 0
+    if "group_size" in change:
+        assert given_back == len(untrained)
+    await run.until(NUM_STEPS)
+    trained = [ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step]
+    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
 
-def test_a_run_that_is_resumed_with_fewer_steps_knows_what_it_had_begun_and_did_not_need() -> None:
-    async def main() -> None:
-        first = CheckpointedRun([9.0, 1.0, 1.0], max_staleness=3)
-        state = await first.until(2)
-        run = CheckpointedRun([9.0, 1.0], max_staleness=3, global_steps=2, num_steps=3)
-        restore(state, run.rollouter)
-        await run.until(3)
-        trained = {ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step}
-        left_over = run.rollouter.left_over()
-        assert {group.reason for group in left_over} == {DiscardReason.unneeded}
-        ordinals = [group.prompt.ordinal for group in left_over]
-        assert sorted([*trained, *ordinals]) == list(range(state.next_ordinal))
+async def test_prompts_that_were_given_back_and_not_dispatched_again_are_in_the_next_checkpoint() -> None:
+    """The first run resumes with a tighter bound, which gives prompts back, and ends before it dispatches them."""
+    first = CheckpointedRun([1.0, 9.0, 3.0], max_staleness=3)
+    state = await first.until(2)
+    between = CheckpointedRun([1.0], max_staleness=0, global_steps=2)
+    assert restore(state, between.rollouter) > 0
+    returned = list(between.rollouter.stream.returned)
+    again = decode(encode(capture(between.rollouter)))
+    assert list(again.returned) == returned != []
+    last = CheckpointedRun([1.0], max_staleness=0, global_steps=2)
+    assert restore(again, last.rollouter) == 0
+    assert last.rollouter.stream.returned == returned and last.rollouter.stream.ordinal == state.next_ordinal
+    await last.until(NUM_STEPS)
+    trained = [ordinal for of_step in (*first.trained.values(), *last.trained.values()) for ordinal in of_step]
+    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
-    run_virtual(main())
+
+async def test_a_run_that_is_resumed_with_fewer_steps_knows_what_it_had_begun_and_did_not_need() -> None:
+    first = CheckpointedRun([9.0, 1.0, 1.0], max_staleness=3)
+    state = await first.until(2)
+    run = CheckpointedRun([9.0, 1.0], max_staleness=3, global_steps=2, num_steps=3)
+    restore(state, run.rollouter)
+    await run.until(3)
+    trained = {ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step}
+    left_over = run.rollouter.left_over()
+    assert {group.reason for group in left_over} == {DiscardReason.unneeded}
+    ordinals = [group.prompt.ordinal for group in left_over]
+    assert sorted([*trained, *ordinals]) == list(range(state.next_ordinal))
 
 
 @pytest.mark.parametrize("changed", ["seed", "rows", "answer"])
@@ -98,6 +110,7 @@ def test_the_state_survives_its_encoding() -> None:
     run = CheckpointedRun([1.0])
     assert run.rollouter.buffer.adopt(make_group(3, 0, 0, 1, group_size=2))
     run.rollouter.buffer.failures.failed_groups = [9]
+    run.rollouter.stream.ordinal = 2
     run.rollouter.buffer.failures.failed_rewards = 2
     run.rollouter.counters["moved"] = 7
     state = capture(run.rollouter)
@@ -120,6 +133,7 @@ def test_prompts_are_the_streams_again_whatever_their_rows_hold() -> None:
         run.rollouter.stream = PromptStream(rows, seed=3)
     group = replace(make_group(3, 0, group_size=4), prompt=runs[0].rollouter.stream.at(3), greedy=make_trajectory(0))
     assert runs[0].rollouter.buffer.adopt(group)
+    runs[0].rollouter.stream.ordinal = 1
     assert restore(decode(encode(capture(runs[0].rollouter))), runs[1].rollouter) == 0
     (again,) = runs[1].rollouter.buffer.ready
     assert again.prompt == group.prompt and len(again.trajectories) == 4 and again.greedy is not None
@@ -141,15 +155,17 @@ def test_what_was_restored_and_not_dispatched_yet_is_kept_by_the_next_checkpoint
     assert restore(first, run.rollouter) == 0
     (kept,) = capture(run.rollouter).under_way
     assert kept.partials[0, 0].completion.token_ids.tolist() == [7]
-    assert run.rollouter.under_way[0].attempt == Attempt(partials=kept.partials)
+    assert run.rollouter.under_way[0].attempt.number == 0
 
 
 def test_what_environments_said_is_in_a_checkpoint_and_one_without_it_is_read() -> None:
-    had = PartialCompletion(prompt_checksum=5, completion=make_completion([7], [0], ""))
+    routed = replace(make_completion([7], [0], ""), routes=some_routes([3, None, 5]))
+    had = PartialCompletion(prompt_checksum=5, completion=routed)
     heard = replace(had, observed=np.array([8, 9], np.int32))
     under_way = UnderWay(ordinal=0, claimed_version=0, failures=0, partials={(0, 0): had, (0, 1): heard})
     data = encode(replace(capture(CheckpointedRun([1.0]).rollouter), next_ordinal=1, under_way=(under_way,)))
     partials = decode(data).under_way[0].partials
+    assert rows_of(partials[0, 0].completion.routes) == [3, None, 5]
     observed = partials[0, 1].observed
     assert partials[0, 0].observed is None and observed is not None and observed.tolist() == [8, 9]
     raw = msgspec.msgpack.decode(data)
@@ -160,24 +176,20 @@ def test_what_environments_said_is_in_a_checkpoint_and_one_without_it_is_read() 
     assert old[0, 1].completion.token_ids.tolist() == [7]
 
 
-def test_a_resumed_run_with_a_teacher_takes_only_groups_that_one_has_scored() -> None:
-    """What a teacher said is kept. Groups of a run without one are sampled anew."""
-
-    async def main() -> None:
-        state = await CheckpointedRun([1.0], max_staleness=3).until(2)
-        scored = np.array([-0.5, -2.5], np.float32)
-        first, *others = state.ready
-        trajectories = tuple(
-            replace(trajectory, sequences=(replace(only(trajectory), teacher_logprobs=scored),))
-            for trajectory in first.trajectories
-        )
-        state = decode(encode(replace(state, ready=(replace(first, trajectories=trajectories), *others))))
-        run = CheckpointedRun([1.0], max_staleness=3, global_steps=2)
-        run.rollouter.teacher = object()  # pyright: ignore[reportAttributeAccessIssue]
-        assert restore(state, run.rollouter) == len(others) > 0
-        (taken,) = run.rollouter.buffer.ready
-        assert taken.prompt.ordinal == first.ordinal and taken.is_taught
-        kept = only(taken.trajectories[0]).teacher_logprobs
-        assert kept is not None and kept.tolist() == scored.tolist() and kept.dtype == np.float32
-
-    run_virtual(main())
+async def test_a_resumed_run_with_a_teacher_takes_only_groups_that_one_has_scored() -> None:
+    """A teacher's logprobs are kept. Groups of a run without a teacher are sampled anew."""
+    state = await CheckpointedRun([1.0], max_staleness=3).until(2)
+    scored = np.array([-0.5, -2.5], np.float32)
+    first, *others = state.ready
+    trajectories = tuple(
+        replace(trajectory, sequences=(replace(only(trajectory), teacher_logprobs=scored),))
+        for trajectory in first.trajectories
+    )
+    state = decode(encode(replace(state, ready=(replace(first, trajectories=trajectories), *others))))
+    run = CheckpointedRun([1.0], max_staleness=3, global_steps=2)
+    run.rollouter.teacher = object()  # pyright: ignore[reportAttributeAccessIssue]
+    assert restore(state, run.rollouter) == len(others) > 0
+    (taken,) = run.rollouter.buffer.ready
+    assert taken.prompt.ordinal == first.ordinal and taken.is_taught
+    kept = only(taken.trajectories[0]).teacher_logprobs
+    assert kept is not None and kept.tolist() == scored.tolist() and kept.dtype == np.float32

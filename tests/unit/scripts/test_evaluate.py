@@ -1,4 +1,4 @@
-"""What `scripts.evaluate` shows, writes and refuses."""
+"""The command `scripts.evaluate` shows, writes and refuses the right things."""
 
 import json
 from pathlib import Path

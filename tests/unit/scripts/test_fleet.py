@@ -1,19 +1,23 @@
-"""scripts/fleet.py against the socket of a run: what it tells, what it refuses, and where the socket is."""
+"""The command `scripts.fleet` against the socket of a run: what it tells, what it refuses, and where the socket is."""
 
 import asyncio
+import json
 import re
 import stat
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from configs.checkpoint import FLEET_SOCKET
 from rollout.events.driver import DriverEvents, reporting
 from rollout.events.kinds import FleetEvent, FleetEventKind
 from rollout.fleet.app import fleet_app
 from rollout.http.server import linked_socket, served
 from scripts import fleet
+from scripts.command.run_folder import LOCK_FILE, Holder
 from tests.support.fakes import settle
 from tests.support.fleets import OperatedFleet
 from tests.support.happenings import make_writer
@@ -36,7 +40,7 @@ def served_fleet(run_dir: Path, test: Callable[[OperatedFleet, Call], Awaitable[
             options = fleet._parse(["--run", str(run_dir), *arguments])
             return await asyncio.to_thread(fleet.run, options)
 
-        with linked_socket(run_dir / fleet.SOCKET_FILE) as listener:
+        with linked_socket(run_dir / FLEET_SOCKET) as listener:
             async with served(fleet_app(setup.operator), listener):
                 await test(setup, call)
         running.cancel()
@@ -75,7 +79,7 @@ def test_what_is_refused_is_told_with_what_is_allowed(tmp_path: Path) -> None:
             with pytest.raises(fleet.FleetError) as refused:
                 await call(*command.split())
             assert str(refused.value) == reason
-        assert len(setup.fleet.lives) == 2
+        assert len(setup.fleet.replicas) == 2
 
     served_fleet(tmp_path, test, min_replicas=2)
 
@@ -83,7 +87,7 @@ def test_what_is_refused_is_told_with_what_is_allowed(tmp_path: Path) -> None:
 def test_the_socket_is_its_owners_alone_found_through_any_path_and_gone_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 40)
     folder.mkdir()
-    link = folder / fleet.SOCKET_FILE
+    link = folder / FLEET_SOCKET
     link.symlink_to("/nowhere")  # of a run that was killed
     paths: list[Path] = []
 
@@ -100,13 +104,24 @@ def test_the_socket_is_its_owners_alone_found_through_any_path_and_gone_at_the_e
 def test_without_a_run_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=rf"^fleet error: --run {tmp_path}: no fleet.sock there: the run has ended"):
         fleet.main(["--run", str(tmp_path), "status"])
-    (tmp_path / fleet.SOCKET_FILE).symlink_to("/nowhere/socket")
+    (tmp_path / FLEET_SOCKET).symlink_to("/nowhere/socket")
     with pytest.raises(SystemExit, match="^fleet error: the run does not answer, so it has ended"):
         fleet.main(["--run", str(tmp_path), "status"])
 
 
+def test_a_run_on_another_machine_is_named_with_it_and_its_history_is_told_here(tmp_path: Path) -> None:
+    holder = replace(Holder.this_process(), host="node-17")
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(holder)))
+    (tmp_path / FLEET_SOCKET).symlink_to("/nowhere/socket")
+    expected = f"^fleet error: --run {tmp_path}: it runs on node-17, or was killed there: call this there; "
+    with pytest.raises(SystemExit, match=expected):
+        fleet.main(["--run", str(tmp_path), "status"])
+    (tmp_path / EVENTS_FILE).touch()
+    assert fleet.run(fleet._parse(["--run", str(tmp_path), "status", "--history"])).startswith("time (UTC)")
+
+
 def test_a_run_that_ends_before_it_answers_is_told(tmp_path: Path) -> None:
-    with linked_socket(tmp_path / fleet.SOCKET_FILE) as listener:
+    with linked_socket(tmp_path / FLEET_SOCKET) as listener:
         answering = threading.Thread(target=lambda: listener.accept()[0].close())
         answering.start()
         with pytest.raises(SystemExit, match="^fleet error: the run ended before it had answered: "):

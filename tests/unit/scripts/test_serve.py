@@ -1,13 +1,13 @@
-"""What `make serve` says of a harness, and the chat template that it gives to the tiny model."""
+"""The command of `make serve`: what it says of a harness, and the chat template that it gives to the tiny model."""
 
 from pathlib import Path
 
 import pytest
 
 from configs.schema import Config
-from rollout.sessions.harness_loop import make_words
-from rollout.sessions.messages import Message, Role
-from rollout.sessions.render import Parent
+from rollout.chat.messages import Message, Role
+from rollout.chat.render import Parent
+from rollout.sessions.codec import make_codec
 from scripts.launch.models import chat_template
 from scripts.serve import serve
 from tests.support.compose import changed, invocation
@@ -28,7 +28,7 @@ def test_conversations_with_the_tiny_model_only_grow_at_their_end() -> None:
     config = Config()
     tokenizer = build_tokenizer(["Question: 2 + 3?\nAnswer: 5\n"])
     tokenizer.chat_template = chat_template(config)
-    renderer = make_words(config.sessions, tokenizer).renderer
+    renderer = make_codec(config.sessions, tokenizer).renderer
     question, answer, more = (
         Message(role=Role.user, content="2 + 3?"),
         Message(role=Role.assistant, content="5"),

@@ -1,5 +1,6 @@
-"""What comes after the last step: nothing of it makes a failed run of one that trained to its end."""
+"""Nothing that comes after the last step makes a failed run of one that trained to its end."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,13 +11,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from configs.schema import Config
-from scripts import plot_curve
-from scripts.launch.command import STOPPED, UNPROVEN, Invocation
-from scripts.launch.ending import CommandLine
-from scripts.launch.recorded import point_latest_at
+from scripts.command import beside
+from scripts.command.bookkeeping import point_latest_at
+from scripts.command.command import STOPPED, UNPROVEN, Invocation
+from scripts.command.ending import CommandLine
 from scripts.train import conclude
 from tests.support.recordings import Screen
-from trainer.tracking import audit
 from trainer.tracking.recorder import RunRecorder
 from trainer.tracking.sinks import Tracker
 
@@ -48,20 +48,30 @@ def concluded(run_dir: Path) -> tuple[int, list[str]]:
 
 
 def test_a_curve_that_cannot_be_drawn_and_an_audit_that_cannot_be_made_are_said(tmp_path: Path) -> None:
+    pytest.importorskip("scripts.audit", reason="this checkout has no wings")
     code, (curve, state, end) = concluded(tmp_path)
     assert (code, state) == (UNPROVEN, "finished") and curve.startswith("curve.png cannot be drawn: ")
-    assert end.startswith("audit: failed: NoRunError: ") and "0.100 -> 0.900 after 4 steps" in end
+    assert end.startswith("audit: failed: audit: ") and "0.100 -> 0.900 after 4 steps" in end
 
 
-@pytest.mark.parametrize(("module", "name"), [(plot_curve, "plot_curve"), (audit, "audit")])
-def test_a_signal_meanwhile_stops_the_audit_and_not_the_run(
-    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_checkout_without_the_commands_that_look_at_runs_trains_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot_curve, "plot_curve", lambda run_dir: None)
-    monkeypatch.setattr(module, name, raises(KeyboardInterrupt()))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, (curve, state, end) = concluded(tmp_path)
+    assert (code, state) == (0, "finished") and curve.endswith("this checkout has no scripts/plot_curve.py")
+    assert end.startswith("audit: none was made: this checkout has no scripts/audit.py\nfinished: ")
+
+
+@pytest.mark.parametrize("name", ["draw_curve", "audit"])
+def test_a_signal_meanwhile_stops_the_audit_and_not_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "draw_curve", lambda run_dir: None)
+    monkeypatch.setattr(beside, name, raises(KeyboardInterrupt()))
     code, (state, end) = concluded(tmp_path)
     assert (code, state) == (STOPPED, "finished")
-    assert "the training is whole" in end and f"-m scripts.audit {tmp_path.name}\n" in end and "go on" not in end
+    assert "the training is whole" in end and f" audit {tmp_path.name}\n" in end and "go on" not in end
 
 
 def test_a_folder_beside_which_no_link_can_be_made_is_a_message(

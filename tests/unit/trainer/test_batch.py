@@ -1,6 +1,7 @@
-"""From groups to micro-batches: whatever the layout, budget and ranks, every learning token is there once, and sees
+"""Groups become micro-batches: whatever the layout, budget and ranks, every learning token is there once, and sees
 exactly what it saw when it was sampled."""
 
+import zlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Layout
-from rollout.types import FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup
+from rollout.types import FloatArray, KeptTokens, Prompt, Routes, TokenSequence, Trajectory, TrajectoryGroup
+from tests.support import routes as routing
 from tests.support.batches import learning
+from tests.support.kept import kept_of, rows_of
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import only
 from trainer.batch import MicroBatch, StepBatch, assemble
@@ -43,22 +46,30 @@ class Step:
 
 @dataclass(frozen=True)
 class LossToken:
-    """What a token of the loss needs."""
+    """A token of the loss, with all that it needs."""
 
     target: int
     context: tuple[int, ...]
     advantage: float
     rollout_logprob: float
+    kept: list[int]
+
+
+@st.composite
+def kept_tokens(draw: st.DrawFn, num_tokens: int) -> KeptTokens | None:
+    rows = draw(st.none() | st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=num_tokens, max_size=num_tokens))
+    return None if rows is None else kept_of(rows)
 
 
 @st.composite
 def token_sequences(draw: st.DrawFn, prompt_ids: list[int]) -> TokenSequence:
-    """Of three token ids, so that some begin alike."""
+    """Draw sequences of three token ids, so that some begin alike."""
     response_ids = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
     loss_mask = draw(st.lists(st.booleans(), min_size=len(response_ids), max_size=len(response_ids)))
     logprobs = draw(st.lists(st.integers(-64, 0), min_size=len(response_ids), max_size=len(response_ids)))
     logprobs = [logprob / 64 for logprob in logprobs]
-    return only(make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask, rollout_logprobs=logprobs))
+    sequence = only(make_trajectory(prompt_ids, response_ids, loss_mask=loss_mask, rollout_logprobs=logprobs))
+    return replace(sequence, kept=draw(kept_tokens(len(response_ids))))
 
 
 @st.composite
@@ -89,7 +100,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
-    """By the token's place in the step."""
+    """Return the learning tokens by their place in the step."""
     found, place = {}, 0
     for group, advantages in zip(step.groups, step.advantages, strict=True):
         for trajectory, advantage in zip(group.trajectories, advantages.tolist(), strict=True):
@@ -98,7 +109,8 @@ def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
                     target, context = int(sequence.response_ids[i]), (*sequence.prompt_ids, *sequence.response_ids[:i])
                     if advantage or keep_idle:
                         logprob = float(sequence.rollout_logprobs[i])
-                        found[place] = LossToken(target, tuple(map(int, context)), advantage, logprob)
+                        kept = [] if sequence.kept is None else rows_of(sequence.kept)[i]
+                        found[place] = LossToken(target, tuple(map(int, context)), advantage, logprob, kept)
                     place += 1
     return found
 
@@ -106,6 +118,7 @@ def expected_tokens(step: Step, keep_idle: bool) -> dict[int, LossToken]:
 def read(batch: MicroBatch) -> list[tuple[int, LossToken]]:
     """Every target with its context: what attention lets its source see, under causal or tree mask."""
     found = []
+    kept = [[] for _ in batch.index] if batch.tokens.kept is None else rows_of(batch.tokens.kept)
     for t, (row, source) in enumerate(zip(batch.rows.tolist(), batch.sources.tolist(), strict=True)):
         visible = np.arange(source + 1)
         if batch.last is not None:
@@ -114,7 +127,7 @@ def read(batch: MicroBatch) -> list[tuple[int, LossToken]]:
         assert batch.position_ids[row, visible].tolist() == list(range(len(visible)))
         context, tokens = tuple(batch.input_ids[row, visible].tolist()), batch.tokens
         token = LossToken(
-            int(tokens.targets[t]), context, float(tokens.advantages[t]), float(tokens.rollout_logprobs[t])
+            int(tokens.targets[t]), context, float(tokens.advantages[t]), float(tokens.rollout_logprobs[t]), kept[t]
         )
         found.append((int(batch.index[t]), token))
     return found
@@ -149,6 +162,48 @@ def test_every_learning_token_is_there_once_with_its_context(
             assert micro_batch.input_ids.size <= budget or micro_batch.num_sequences == 1
 
 
+def expert(ids: list[int]) -> int:
+    """Return the experts of an input, which depend on it and on all before it."""
+    return zlib.crc32(bytes(ids)) % 40
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(step=steps(), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_every_input_has_the_experts_of_its_sequence_or_of_one_that_begins_so(
+    layout: Layout, step: Step, data: st.DataObject
+) -> None:
+    missing: list[int] = []  # rows in front, by loss token
+
+    def routed(sequence: TokenSequence) -> TokenSequence:
+        ids = sequence.token_ids.tolist()
+        rows = [expert(ids[: place + 1]) for place in range(len(ids) - 1)]
+        gone = data.draw(st.integers(0, len(rows)))
+        missing.extend([gone] * int(sequence.loss_mask.sum()))
+        return sequence if gone == len(rows) else replace(sequence, routes=routing.some_routes(rows[gone:]))
+
+    def with_routes(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, sequences=tuple(map(routed, trajectory.sequences)))
+
+    groups = [replace(group, trajectories=tuple(map(with_routes, group.trajectories))) for group in step.groups]
+    batch = Step(groups, step.advantages).assemble(layout, num_ranks=2, budget=40, keep_idle=True)
+    for micro_batch in (each for rank in batch.micro_batches for each in rank):
+        for row, source, index in zip(micro_batch.rows, micro_batch.sources, micro_batch.index, strict=True):
+            visible = np.arange(source + 1)
+            if micro_batch.last is not None:
+                visible = visible[source <= micro_batch.last[row, : source + 1]]
+            ids = micro_batch.input_ids[row, visible].tolist()
+            rows: list[int | None] = [None] * len(ids)
+            if micro_batch.routes is not None:
+                rows = routing.rows_of(Routes(experts=micro_batch.routes[row, visible]))
+            expected = [expert(ids[: place + 1]) for place in range(len(ids))]
+            known = [row is not None for row in rows]
+            own = [place >= missing[index] for place in range(len(ids))]
+            assert all(row in (None, number) for row, number in zip(rows, expected, strict=True))
+            assert all(there for there, needed in zip(known, own, strict=True) if needed)
+            assert known == own or layout is Layout.tree
+
+
 def check_shapes(batch: MicroBatch) -> None:
     assert batch.input_ids.shape == batch.position_ids.shape
     if batch.last is None:  # the code of a Hugging Face model takes any other positions for packed sequences
@@ -176,7 +231,7 @@ def check_sequences(batch: MicroBatch, layout: Layout) -> None:
 
 
 def check_gather(batch: StepBatch) -> None:
-    """What workers say of their tokens finds its way back; nothing is said of those left out."""
+    """Check that the workers' answers find their way back, and that nothing is said of the tokens left out."""
     answers = [[(b.index + 1).astype(np.float32) for b in rank] for rank in batch.micro_batches]
     computed = {place for rank in batch.micro_batches for b in rank for place in b.index.tolist()}
     assert batch.gather(answers).tolist() == [i + 1 if i in computed else 0 for i in range(batch.num_tokens)]
@@ -242,6 +297,11 @@ def test_a_beginning_is_shared_from_a_quarter_of_the_sequence_on() -> None:
     assert shapes(similar_step(num_shared=5, num_own=16).assemble(Layout.tree)) == [(1, 4 * 21)]
 
 
+def test_a_sequence_that_another_begins_with_costs_nothing_however_short_it_is() -> None:
+    group = make_group(0, [make_trajectory([1], [2, 3]), make_trajectory([1], [2, *range(10, 30)])])
+    assert shapes(Step([group], [np.ones(2, np.float32)]).assemble(Layout.tree)) == [(1, 1 + 20)]
+
+
 @given(num_own=st.integers(1, 9), num_ranks=st.integers(1, 3), budget=st.integers(1, 99))
 def test_where_nothing_is_shared_trees_are_packed_sequences(num_own: int, num_ranks: int, budget: int) -> None:
     step = similar_step(0, num_own)
@@ -276,18 +336,6 @@ def test_sequences_end_to_end_fill_the_budget(layout: Layout) -> None:
     """Each where the least room is left, and one beyond the budget alone."""
     step = lengths_step(9, 50, 25, 30, 15, 2)
     assert shapes(step.assemble(layout, 1, 40)) == [(1, 50), (1, 30 + 9), (1, 25 + 15), (1, 2)]
-
-
-def test_packed_sequences_by_hand() -> None:
-    """[p q] -> [a b] and [p q] -> [x y z], whose last tokens are targets only."""
-    (batch,) = example_step().assemble(Layout.packed).micro_batches[0]
-    assert batch.input_ids.tolist() == [[11, 12, 15, 16, 11, 12, 13]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
-    assert batch.last is not None
-    assert batch.last.tolist() == [[3, 3, 3, 3, 6, 6, 6]]
-    assert batch.sources.tolist() == [1, 3, 5, 6]
-    assert batch.tokens.targets.tolist() == [15, 17, 13, 14]
-    assert batch.tokens.sequences.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,19 +1,21 @@
 """TrainLoop on fakes that write down what they are asked: order, intervals, errors, metrics."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig
 from rollout.types import FloatArray
-from tests.support.given import random_demonstrations
+from tests.support.demonstrations import random_demonstrations
 from tests.support.loop_world import World, run
 from trainer.advantages.estimators import ScoredGroup
+from trainer.loop import SkippedStepsError
 from trainer.supervised.demonstrations import DemonstrationStream
-from trainer.tokens import given_tokens
-from trainer.tracking.bad_batches import SkippedStepsError
+from trainer.tokens import demonstration_tokens
 
 
 def test_a_step_begins_once_the_weights_before_it_are_published_and_its_own_are_once_those_are_live() -> None:
@@ -33,8 +35,41 @@ def test_a_step_begins_once_the_weights_before_it_are_published_and_its_own_are_
     ]
 
 
+@dataclass
+class Compared:
+    """The comparison of replicas with the trainer, of version 2."""
+
+    world: World
+
+    async def remember(self, global_steps: int) -> None:
+        assert self.world.publishing.locked(), "the weights may change or be read meanwhile"
+        if global_steps == 2:
+            await self.world.happen(f"remember {global_steps}")
+
+    async def ask(self, global_steps: int) -> None:
+        if global_steps == 2:
+            await self.world.happen(f"ask {global_steps}")
+            while self.world.update_ends_after.get(-2) not in (None, *self.world.events):
+                await asyncio.sleep(0)
+            self.world.events.append("compared")
+
+    def gauges(self) -> dict[str, float]:
+        return {"weight_sync/logprob_diff": 1e-6} if "compared" in self.world.events else {}
+
+
+def test_replicas_are_compared_with_what_the_trainer_had_beside_the_next_step() -> None:
+    """The trainer's side is computed right after its step; the replicas answer whenever they can."""
+    world = World(update_ends_after={-2: "train_step 3"})
+    run(world, total_steps=4, replica_check=Compared(world))
+    order = ["train_step 1", "remember 2", "publish 2", "live 2", "ask 2", "train_step 3", "compared"]
+    assert [event for event in world.events if event in order] == order
+    assert world.records[4]["weight_sync/logprob_diff"] == 1e-6 and "weight_sync/logprob_diff" not in world.records[2]
+    with pytest.raises(RuntimeError, match="ask 2 broke"):
+        run(failing := World(fails="ask 2"), total_steps=4, replica_check=Compared(failing))
+    assert "record 4" not in failing.events
+
+
 def test_where_every_batch_waits_for_the_weights_before_it_nothing_overlaps() -> None:
-    """As with rollout.max_staleness=0."""
     world = run(World(batch_waits_for_record=True), total_steps=3)
     per_step = ["next_batch {0}", "train_step {0}", "publish {1}", "live {1}", "advance {1}", "record {1}"]
     assert world.events == [event.format(step, step + 1) for step in range(3) for event in per_step]
@@ -43,11 +78,13 @@ def test_where_every_batch_waits_for_the_weights_before_it_nothing_overlaps() ->
 def test_a_step_without_an_update_is_recorded_after_the_one_before_it() -> None:
     world = run(World(update_ends_after={2: "train_step 2"}), total_steps=4, interval=2)
     assert list(world.records) == [1, 2, 3, 4]
+    assert [world.evidence[step].weights for step in world.records] == [f"after {step}" for step in (1, 2, 3, 4)]
+    assert [list(world.evidence[step].replicas) for step in world.records] == [[], ["replica-0"], [], ["replica-0"]]
     assert world.events.index("train_step 2") < world.events.index("record 2") < world.events.index("next_batch 3")
 
 
 def test_an_interval_updates_and_advances_only_when_it_is_full() -> None:
-    world = run(World(), total_steps=6, interval=3)
+    world = run(World(lag=5), total_steps=6, interval=3)
     changes = [event for event in world.events if event.startswith(("publish", "advance"))]
     assert changes == ["publish 3", "advance 3", "publish 6", "advance 6"]
     assert list(world.records) == [1, 2, 3, 4, 5, 6]
@@ -62,7 +99,7 @@ def test_demonstrations_are_trained_beside_the_groups_and_are_no_part_of_their_r
     world = run(World(), mini_batches=2, demonstrations=stream)
     assert world.recorded_advantages == alone.recorded_advantages
     for step, (batch, before) in enumerate(zip(world.batches, alone.batches, strict=True)):
-        given = given_tokens(stream.batch(step, 2))
+        given = demonstration_tokens(stream.batch(step, 2))
         assert batch.num_tokens == before.num_tokens + len(given.targets)
         assert world.records[step + 1]["perf/trained_tokens"] == before.num_trained + len(given.targets)
         recorded = world.recorded_tokens[step + 1]
@@ -72,11 +109,39 @@ def test_demonstrations_are_trained_beside_the_groups_and_are_no_part_of_their_r
         assert sorted(np.concatenate(learned)) == sorted(given.targets)
 
 
+def test_stale_tokens_are_scored_before_they_are_trained_and_the_scores_are_recorded() -> None:
+    """All tokens are of version 0: the first step has nothing to score."""
+    world = run(World(), total_steps=3, algorithm=AlgorithmConfig(proximal=Proximal.exact))
+    assert world.events.count("old_logprobs") == 2
+    assert world.events.index("train_step 0") < world.events.index("old_logprobs") < world.events.index("train_step 1")
+    first, second, _ = world.batches
+    assert all(np.isnan(batch.tokens.old_logprobs).all() for batch in first.micro_batches[0])  # pyright: ignore
+    scored = [batch.tokens.old_logprobs for batch in second.micro_batches[0]]
+    assert sum(0 if some is None else int((some == 0).sum()) for some in scored) == second.num_tokens
+    assert world.records[1]["staleness/unknown_tokens"] == 0
+    assert world.records[2]["staleness/unknown_tokens"] == 1
+    old, fresh = world.recorded_tokens[2], world.recorded_tokens[1]
+    assert old and old.old_logprobs is not None and set(old.old_logprobs.tolist()) == {0.0}
+    assert fresh and fresh.old_logprobs is not None and np.isnan(fresh.old_logprobs).all(), "pi before the step"
+    plain = run(World(), total_steps=2)
+    assert plain.recorded_tokens[2] is not None and plain.recorded_tokens[2].old_logprobs is None
+
+
+def test_groups_that_wait_for_their_batch_are_scored_meanwhile() -> None:
+    """The batch of step 1 comes when the groups that are there have been scored."""
+    world = World(ready_before={1: "old_logprobs"})
+    run(world, total_steps=2, algorithm=AlgorithmConfig(proximal=Proximal.exact))
+    assert world.events.count("old_logprobs") == 2, "one of them for what was not known at first"
+    ready, taken = world.events.index("old_logprobs"), world.events.index("next_batch 1")
+    assert world.events.index("train_step 0") < ready < taken
+    assert world.scored_tokens == [2 * 4 * 3, 3], "then the request that has a token of which nothing was known"
+
+
 def test_a_record_has_what_its_own_step_made_of_its_tokens() -> None:
-    """Not what the next one made, which trains before the record is written."""
+    """The next step trains before the record is written."""
     world = run(World(update_ends_after={1: "train_step 1"}), total_steps=2)
-    of_steps = {step: set(tokens.logprobs.tolist()) for step, tokens in world.recorded_tokens.items() if tokens}
-    assert of_steps == {1: {0.0}, 2: {-1.0}}
+    logprobs_by_step = {step: set(tokens.logprobs.tolist()) for step, tokens in world.recorded_tokens.items() if tokens}
+    assert logprobs_by_step == {1: {0.0}, 2: {-1.0}}
 
 
 @pytest.mark.parametrize("fails", ["next_batch 1", "train_step 1", "publish 2", "live 2", "stage 2", "advance 2"])
@@ -160,15 +225,6 @@ def test_workers_train_on_the_groups_advantages(algorithm: AlgorithmConfig, adva
     assert sorted(trained) == pytest.approx(sorted(advantages * 2 * 3))
 
 
-def test_truncated_trajectories_are_neither_computed_nor_counted_when_they_are_masked() -> None:
-    world = World(finish_reasons=["length", "stop", "stop", "length"])
-    run(world, total_steps=1, algorithm=AlgorithmConfig(mask_truncated=True))
-    (batch,) = world.batches
-    assert batch.num_tokens == 2 * 2 * 3
-    trained = [float(a) for rank in batch.micro_batches for b in rank for a in b.tokens.advantages]
-    assert trained == pytest.approx([-0.499999] * 2 * 2 * 3), "the reward of the first is still in the baseline"
-
-
 def test_with_a_kl_in_the_reward_the_workers_are_asked_first_and_the_step_learns_from_their_answer() -> None:
     """Rewards 1, 0, 0, 0 minus 0.5 times 0, 1, 2, 3 and then 4, 5, 6, 7."""
     algorithm = AlgorithmConfig(normalize_by_std=False, kl_reward_coef=0.5)
@@ -225,6 +281,32 @@ def test_the_last_checkpoint_waits_for_the_update_in_which_workers_may_start_aga
     world = run(World(due=(2,)))
     last = [event for event in world.events if event.endswith("2") or event.startswith("commit")]
     assert last == ["publish 2", "live 2", "stage 2", "advance 2", "record 2", "commit {'recorder': b'after record 2'}"]
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "interval", "last"),
+    [
+        *(("next_batch 1", 1, 2), ("train_step 1", 1, 2), ("live 2", 1, 3), ("train_step 0", 3, 3)),
+        ("stage 2", 1, 3),  # a checkpoint that was due: what is saved before the warning is not the last
+        ("train_step 5", 1, 6),  # nothing is left to cut short
+    ],
+)
+def test_a_run_that_is_to_end_early_saves_the_next_live_weights_and_takes_no_step_after_them(
+    ends_at: str, interval: int, last: int
+) -> None:
+    world = run(World(due=(2,), ends_at=ends_at, evaluation_ends_after="never"), total_steps=6, interval=interval)
+    assert list(world.records) == list(range(1, last + 1))
+    saved = [event for event in world.events if event.startswith("stage")]
+    assert saved[-1] == ("stage 2" if last == 6 else f"stage {last}")
+    if last < 6:
+        assert world.events[-1] == f"commit {{'recorder': b'after record {last}'}}"
+
+
+def test_a_run_that_is_to_end_early_waits_for_no_evaluation_and_begins_none() -> None:
+    for ends_at in ("publish 3", "train_step 1"):
+        world = run(World(ends_at=ends_at, evaluation_ends_after="never"), total_steps=9, eval_every=2)
+        assert world.evaluations == [] and world.events[-1].startswith("commit")
+        assert world.events.count("evaluate") == (ends_at == "publish 3")
 
 
 # -- evaluations: which are due, and under which version they are recorded ---------------------------------------------

@@ -45,7 +45,7 @@ def batch_of(groups: list[TrajectoryGroup], *, global_steps: int = 0, num_ranks:
 
 
 def places(batch: StepBatch) -> list[set[int]]:
-    """Of each optimizer step, the places of its loss tokens, on all ranks."""
+    """Return the places of the loss tokens of each optimizer step, on all ranks."""
     return [
         {int(place) for rank in batch.micro_batches for index in part for place in rank[index].index}
         for part in batch.optimizer_steps
@@ -101,7 +101,7 @@ def test_the_parts_are_the_same_whatever_the_ranks_and_every_rank_has_as_many_mi
 def test_a_loss_is_divided_by_what_its_mini_batch_holds_and_advantages_are_of_the_whole_batch(
     aggregation: LossAggregation,
 ) -> None:
-    """As of a batch that holds no more. The flat group, which is not computed, is with the longest."""
+    """The loss is that of a batch that holds no more. The flat group, which is not computed, is with the longest."""
     algorithm = AlgorithmConfig(
         group_size=2, advantage="reinforce_plus_plus_baseline", loss_aggregation=aggregation, loss_horizon=7
     )

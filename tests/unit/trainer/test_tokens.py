@@ -32,7 +32,7 @@ def test_sampled_tokens_by_hand() -> None:
 
 
 def test_staleness_is_in_versions_and_steps_behind_in_optimizer_steps() -> None:
-    """With an update every third step, versions 0, 3 and 6 are live; the batch is trained at step 8."""
+    """An update every third step makes versions 0, 3 and 6 live; the batch is trained at step 8."""
     spans = (VersionSpan(0, 1, 0), VersionSpan(1, 2, 3), VersionSpan(2, 3, 6))
     group = make_group(0, [make_trajectory([1], [7, 8, 9], spans=spans)])
     tokens = sampled_tokens([group], global_steps=8, interval=3)

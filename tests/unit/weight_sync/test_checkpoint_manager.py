@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -76,31 +77,24 @@ def test_after_a_failure_the_base_is_known_again_only_when_all_hold_the_same_ver
     assert scene.source.had_new == [True, False, True, True, False, True, False], "whoever failed may hold nothing"
 
 
-def test_replicas_of_different_versions_are_not_new(scene: Scene) -> None:
+async def test_replicas_of_different_versions_are_not_new(scene: Scene) -> None:
     scene.a.seconds["stage"] = 5
-
-    async def main() -> None:
-        await scene.train_and_update(6)
-        scene.source.global_steps = 7
-        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
-        await catching_up
-        await scene.train_and_update(8)
-        assert scene.source.orders[2] == (BOTH, 7)
-        scene.manager._held["a"] = 6  # as one that evaluated meanwhile
-        await scene.train_and_update(9)
-
-    run_virtual(main())
+    await scene.train_and_update(6)
+    scene.source.global_steps = 7
+    catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+    await catching_up
+    await scene.train_and_update(8)
+    assert scene.source.orders[2] == (BOTH, 7)
+    scene.fleet.replicas["a"].version = 6  # as one that evaluated meanwhile
+    await scene.train_and_update(9)
     assert scene.source.orders[3] == (BOTH, None), "they hold no common version"
     assert scene.source.had_new == [True, True, False, False]
 
 
-def test_a_replica_that_is_gone_does_not_keep_the_others_from_a_base(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.train_and_update(1)
-        await scene.fleet.lose("b", OSError("died"))
-        await scene.train_and_update(2)
-
-    run_virtual(main())
+async def test_a_replica_that_is_gone_does_not_keep_the_others_from_a_base(scene: Scene) -> None:
+    await scene.train_and_update(1)
+    await scene.fleet.lose("b", OSError("died"))
+    await scene.train_and_update(2)
     assert scene.source.orders[1:] == [({"a": 1}, 1)]
 
 
@@ -117,140 +111,108 @@ async def train(scene: Scene, seconds: float) -> float:
     return began
 
 
-def test_published_is_set_when_the_trainers_weights_have_been_sent_and_the_replicas_still_stage(scene: Scene) -> None:
+async def test_published_is_set_when_the_trainers_weights_have_been_sent_and_the_replicas_still_stage(
+    scene: Scene,
+) -> None:
     scene.source.seconds, scene.source.global_steps = {"publish": 3, "send": 2}, 1
     scene.a.seconds["stage"] = scene.b.seconds["stage"] = 50
-
-    async def main() -> None:
-        published = asyncio.Event()
-        updating = asyncio.create_task(scene.manager.update_weights(1, published))
-        assert await train(scene, 10) == 5 and published.is_set()
-        assert scene.manager.updating.locked() and versions(scene) == (-1, -1)
-        await updating
-        assert versions(scene) == (1, 1) and now() == 53, "with the weights that were published"
-
-    run_virtual(main())
+    published = asyncio.Event()
+    updating = asyncio.create_task(scene.manager.update_weights(1, published))
+    assert await train(scene, 10) == 5 and published.is_set()
+    assert scene.manager.updating.locked() and versions(scene) == (-1, -1)
+    await updating
+    assert versions(scene) == (1, 1) and now() == 53, "with the weights that were published"
 
 
-def test_weights_that_have_to_be_sent_again_keep_the_trainer_waiting(scene: Scene) -> None:
+async def test_weights_that_have_to_be_sent_again_keep_the_trainer_waiting(scene: Scene) -> None:
     scene.source.seconds, scene.source.faults = {"send": 5}, {"send": [OUT]}
     scene.source.global_steps = 1
-
-    async def main() -> None:
-        published = asyncio.Event()
-        updating = asyncio.create_task(scene.manager.update_weights(1, published))
-        await published.wait()
-        assert now() == 10
-        await updating
-        assert versions(scene) == (1, 1)
-
-    run_virtual(main())
+    published = asyncio.Event()
+    updating = asyncio.create_task(scene.manager.update_weights(1, published))
+    await published.wait()
+    assert now() == 10
+    await updating
+    assert versions(scene) == (1, 1)
 
 
-def test_who_fails_while_the_trainer_is_at_its_next_step_waits_for_the_next_update(scene: Scene) -> None:
-    """What waits for this update, above all the slots, would else wait for that step."""
+async def test_who_fails_while_the_trainer_is_at_its_next_step_waits_for_the_next_update(scene: Scene) -> None:
+    """Everything that waits for this update, above all the slots, would else wait for that step."""
     scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT], 4
     scene.source.global_steps = 7
-
-    async def main() -> None:
-        updating = asyncio.create_task(scene.manager.update_weights(7))
-        training = asyncio.create_task(train(scene, 1000))
-        report = await updating
-        assert now() == 4 and (report.global_steps, report.failures) == (7, 1)
-        assert scene.router.healthy == ["a"] and versions(scene) == (7, -1)
-        await training
-        await scene.manager.update_weights(8)
-        assert scene.router.healthy == ["a", "b"] and versions(scene) == (8, 8)
-
-    run_virtual(main())
+    updating = asyncio.create_task(scene.manager.update_weights(7))
+    training = asyncio.create_task(train(scene, 1000))
+    report = await updating
+    assert now() == 4 and (report.global_steps, report.failures) == (7, 1)
+    assert scene.router.healthy == ["a"] and versions(scene) == (7, -1)
+    await training
+    await scene.manager.update_weights(8)
+    assert scene.router.healthy == ["a", "b"] and versions(scene) == (8, 8)
 
 
-def test_who_fails_again_in_the_next_update_is_given_up(scene: Scene) -> None:
-    scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT, OUT], 4
-    scene.source.global_steps = 7
-
-    async def main() -> None:
-        for version in (7, 8):
-            updating = asyncio.create_task(scene.manager.update_weights(version))
-            training = asyncio.create_task(train(scene, 10))
-            await updating
-            await training
-        assert scene.fleet.targets == [scene.a] and scene.router.healthy == ["a"]
-
-    run_virtual(main())
-
-
-def test_where_the_run_cannot_do_without_it_all_get_the_trainers_present_weights_after_its_step() -> None:
-    """As one version: b's tokens may be continued by a. The second attempt waits for the step, however long."""
+async def test_where_the_run_cannot_do_without_it_all_get_the_trainers_present_weights_after_its_step() -> None:
+    """All get one version, because b's tokens may be continued by a. The second attempt waits for the step, however
+    long."""
     scene = Scene(min_replicas=2)
     scene.b.faults["stage"], scene.b.seconds["stage"] = [OUT], 4
     scene.source.global_steps = 7
-
-    async def main() -> None:
-        updating = asyncio.create_task(scene.manager.update_weights(7))
-        await train(scene, 1000)
-        report = await updating
-        assert (report.global_steps, report.failures) == (8, 1) and versions(scene) == (8, 8)
-        assert sorted(update.name for update in report.replicas) == ["a", "b"]
-        assert scene.source.orders == [(BOTH, None), (BOTH, None)] and scene.router.healthy == ["a", "b"]
-        published = asyncio.Event()
-        report = await scene.manager.update_weights(8, published)
-        assert published.is_set() and (report.global_steps, report.gauges()) == (8, {}), "nobody needs it"
-        assert len(scene.source.orders) == 2
-
-    run_virtual(main())
+    updating = asyncio.create_task(scene.manager.update_weights(7))
+    await train(scene, 1000)
+    report = await updating
+    assert (report.global_steps, report.failures) == (8, 1) and versions(scene) == (8, 8)
+    assert sorted(update.name for update in report.replicas) == ["a", "b"]
+    assert scene.source.orders == [(BOTH, None), (BOTH, None)] and scene.router.healthy == ["a", "b"]
+    published = asyncio.Event()
+    report = await scene.manager.update_weights(8, published)
+    assert published.is_set() and (report.global_steps, report.gauges()) == (8, {}), "nobody needs it"
+    assert len(scene.source.orders) == 2
 
 
-def test_who_failed_twice_is_not_tried_a_third_time_because_the_trainer_went_on() -> None:
+async def test_who_failed_twice_is_not_tried_a_third_time_because_the_trainer_went_on() -> None:
     scene = Scene(names="abc", meeting=True, min_replicas=2)
     scene.b.faults, scene.source.global_steps = {"stage": [OUT] * 3}, 7
     scene.source.seconds["publish"] = 5
-
-    async def main() -> None:
-        updating = asyncio.create_task(scene.manager.update_weights(7))
-        await train(scene, 1)
-        await updating
-        assert len(scene.b.faults["stage"]) == 1 and scene.router.healthy == ["a", "c"]
-        assert len({scene.a.state.global_steps, scene.targets[2].state.global_steps}) == 1
-
-    run_virtual(main())
+    updating = asyncio.create_task(scene.manager.update_weights(7))
+    await train(scene, 1)
+    await updating
+    assert len(scene.b.faults["stage"]) == 1 and scene.router.healthy == ["a", "c"]
+    assert len({scene.a.state.global_steps, scene.targets[2].state.global_steps}) == 1
 
 
-def test_an_update_that_finds_another_catching_up_publishes_with_it(scene: Scene) -> None:
+async def test_an_update_that_finds_another_catching_up_publishes_with_it(scene: Scene) -> None:
     """Else the trainer would wait until the weights that it needs to publish are live."""
     scene.a.seconds["commit"] = 60
-
-    async def main() -> None:
-        await scene.train_and_update(6)
-        await scene.fleet.eject("b", OUT)
-        scene.source.global_steps = 7
-        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
-        await settle()
-        started, published = now(), asyncio.Event()
-        updating = asyncio.create_task(scene.manager.update_weights(7, published))
-        await published.wait()
-        assert now() - started < 1 and versions(scene)[0] == 6
-        await catching_up
-        assert (await updating).gauges() == {} and versions(scene) == (7, 7)
-
-    run_virtual(main())
+    await scene.train_and_update(6)
+    await scene.fleet.eject("b", OUT)
+    scene.source.global_steps = 7
+    catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+    await settle()
+    started, published = now(), asyncio.Event()
+    updating = asyncio.create_task(scene.manager.update_weights(7, published))
+    await published.wait()
+    assert now() - started < 1 and versions(scene)[0] == 6
+    await catching_up
+    assert (await updating).gauges() == {} and versions(scene) == (7, 7)
 
 
-def test_who_catches_up_waits_for_the_step_under_way_without_keeping_others_from_the_fleet(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.train_and_update(7)
-        await scene.fleet.eject("b", OUT)
-        training, begun = asyncio.create_task(train(scene, 100)), asyncio.Event()
-        await settle()
-        catching_up = asyncio.create_task(scene.manager.catch_up(["b"], begun.set))
-        await settle()
-        async with scene.manager.updating:  # as an evaluation that is due takes its replicas
-            assert now() == 0 and not begun.is_set()
-        await training
-        await catching_up
-        assert begun.is_set() and versions(scene) == (8, 8)
+async def test_who_catches_up_waits_for_the_step_under_way_without_keeping_others_from_the_fleet(scene: Scene) -> None:
+    await scene.train_and_update(7)
+    await scene.fleet.eject("b", OUT)
+    training, begun = asyncio.create_task(train(scene, 100)), asyncio.Event()
+    await settle()
+    catching_up = asyncio.create_task(scene.manager.catch_up(["b"], lambda names: begun.set()))
+    await settle()
+    async with scene.manager.updating:  # as an evaluation that is due takes its replicas
+        assert now() == 0 and not begun.is_set()
+    await training
+    await catching_up
+    assert begun.is_set() and versions(scene) == (8, 8)
 
-    run_virtual(main())
+
+@pytest.mark.parametrize("version", [None, -1, 1.5, "7", True])
+async def test_what_is_no_version_is_refused_with_the_reason(scene: Scene, version: Any) -> None:
+    with pytest.raises(ValueError, match=f"^global_steps={version!r}: must be a whole number, the steps"):
+        await scene.manager.update_weights(version)
+    assert not scene.source.orders
 
 
 def test_weights_that_the_trainer_does_not_have_yet_are_refused(scene: Scene) -> None:
@@ -289,128 +251,77 @@ def test_the_report_has_the_seconds_of_every_phase(scene: Scene, monkeypatch: py
 # -- replicas that catch up with the trainer, and take the others along so that no version descends --------------------
 
 
-def test_where_the_others_have_the_trainers_present_weights_only_those_named_are_brought_up(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.train_and_update(7)
-        await scene.fleet.eject("b", OUT)
-        scene.events.clear()
-        report = await scene.manager.catch_up(["b"])
-        assert report.global_steps == scene.source.global_steps == 7
-        assert [update.name for update in report.replicas] == ["b"]
-
-    run_virtual(main())
-    assert (scene.of("a"), scene.of("b")) == ([], WHOLE) and scene.router.healthy == ["a", "b"]
-    assert scene.source.orders[1:] == [(ONLY_B, None)], "a replica may be new under an old name: no base"
-
-
-def test_where_the_trainer_is_ahead_of_the_others_they_are_taken_along(scene: Scene) -> None:
+async def test_where_the_trainer_is_ahead_of_the_others_they_are_taken_along(scene: Scene) -> None:
     scene.a.seconds["stage"] = 5
-
-    async def main() -> None:
-        await scene.train_and_update(6)
-        await scene.fleet.eject("b", OUT)
-        scene.source.global_steps = 7
-        catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
-        await asyncio.sleep(4)
-        assert versions(scene) == (6, 7) and scene.router.healthy == ["a"], "b waits for a"
-        await catching_up
-        assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
-        assert scene.source.orders == [(BOTH, None), (BOTH, None)]
-        await scene.manager.catch_up(["b"])
-        assert scene.source.orders[2:] == [(ONLY_B, None)], "a has it by now"
-
-    run_virtual(main())
+    await scene.train_and_update(6)
+    await scene.fleet.eject("b", OUT)
+    scene.source.global_steps = 7
+    catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
+    await asyncio.sleep(4)
+    assert versions(scene) == (6, 7) and scene.router.healthy == ["a"], "b waits for a"
+    await catching_up
+    assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
+    assert scene.source.orders == [(BOTH, None), (BOTH, None)]
+    await scene.manager.catch_up(["b"])
+    assert scene.source.orders[2:] == [(ONLY_B, None)], "a has it by now"
 
 
-def test_who_is_pinned_is_not_taken_along(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.train_and_update(6)
-        assert await scene.fleet.pin(1, "it evaluates") == ["b"]
-        scene.source.global_steps = 7
-        await scene.manager.catch_up(["a"])
-        assert versions(scene) == (7, 6) and scene.router.healthy == ["a"]
-
-    run_virtual(main())
+async def test_who_is_pinned_is_not_taken_along(scene: Scene) -> None:
+    await scene.train_and_update(6)
+    assert await scene.fleet.pin(1, "it evaluates") == ["b"]
+    scene.source.global_steps = 7
+    await scene.manager.catch_up(["a"])
+    assert versions(scene) == (7, 6) and scene.router.healthy == ["a"]
 
 
-def test_between_a_step_and_its_update_too(scene: Scene) -> None:
-    """The step holds `publishing`, and who waits for it comes before the update that follows."""
-
-    async def main() -> None:
-        await scene.train_and_update(7)
-        await scene.fleet.eject("b", OUT)
-        async with scene.manager.publishing:
-            catching_up = asyncio.create_task(scene.manager.catch_up(["b"]))
-            await settle()
-            scene.source.global_steps = 8
-        await catching_up
-        assert versions(scene) == (8, 8)
-
-    run_virtual(main())
-
-
-def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(scene: Scene) -> None:
+async def test_catching_up_waits_for_an_update_under_way_and_the_next_update_for_it(scene: Scene) -> None:
     scene.b.seconds["stage"] = 5
-
-    async def main() -> None:
-        scene.source.global_steps = 7
-        await asyncio.gather(
-            scene.manager.update_weights(7),
-            scene.manager.catch_up(["b"]),
-            train(scene, 3),
-            scene.manager.update_weights(7),
-        )
-
-    run_virtual(main())
+    scene.source.global_steps = 7
+    await asyncio.gather(
+        scene.manager.update_weights(7),
+        scene.manager.catch_up(["b"]),
+        train(scene, 3),
+        scene.manager.update_weights(7),
+    )
     assert scene.of("trainer") == ["publish", "publish done", "send", "send done"] * 3
     assert (scene.of("a"), scene.of("b")) == (WHOLE * 2, WHOLE * 3)
     assert versions(scene) == (8, 8), "both went to the trainer's present weights"
 
 
-def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
-    async def main() -> None:
-        await scene.train_and_update(7)
-        await scene.fleet.eject("b", OUT)
-        scene.b.faults["stage"] = [OSError(), OSError()]
-        report = await scene.manager.catch_up(["b"])
-        assert (report.failures, report.replicas) == (2, ())
-        assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
-        await scene.fleet.lose("b", OSError("died"))
-        assert (await scene.manager.catch_up(["b"])).replicas == ()
-        assert len(scene.source.orders) == 3
-
-    run_virtual(main())
+async def test_who_fails_to_catch_up_twice_stays_out_and_who_is_gone_is_left_alone(scene: Scene) -> None:
+    await scene.train_and_update(7)
+    await scene.fleet.eject("b", OUT)
+    scene.b.faults["stage"] = [OSError(), OSError()]
+    report = await scene.manager.catch_up(["b"])
+    assert (report.failures, report.replicas) == (2, ())
+    assert scene.router.healthy == ["a"] and scene.fleet.targets == [scene.a, scene.b]
+    await scene.fleet.lose("b", OSError("died"))
+    assert (await scene.manager.catch_up(["b"])).replicas == ()
+    assert len(scene.source.orders) == 3
 
 
 @pytest.mark.parametrize(("sendings", "publications"), [([], [OUT]), ([OUT], [None, OUT])])
-def test_when_it_is_done_again_after_the_trainer_failed_nobody_is_left_behind(
+async def test_when_it_is_done_again_after_the_trainer_failed_nobody_is_left_behind(
     sendings: list[OSError], publications: list[OSError | None], scene: Scene
 ) -> None:
-    """As when a train worker is lost: before anything was sent, or in it, so that all are out of service."""
-
-    async def main() -> None:
-        await scene.train_and_update(6)
-        await scene.fleet.eject("b", OUT)
-        scene.source.global_steps = 7
-        scene.source.faults = {"send": sendings, "publish": publications}
-        with pytest.raises(WeightUpdateError, match="publish on trainer failed"):
-            await scene.manager.catch_up(["b"])
-        assert versions(scene) == (6, 6)
+    """A train worker is lost before anything was sent, or in it, so that all are out of service."""
+    await scene.train_and_update(6)
+    await scene.fleet.eject("b", OUT)
+    scene.source.global_steps = 7
+    scene.source.faults = {"send": sendings, "publish": publications}
+    with pytest.raises(WeightUpdateError, match="publish on trainer failed"):
         await scene.manager.catch_up(["b"])
-        assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
+    assert versions(scene) == (6, 6)
+    await scene.manager.catch_up(["b"])
+    assert versions(scene) == (7, 7) and scene.router.healthy == ["a", "b"]
 
-    run_virtual(main())
 
-
-def test_a_trainer_that_went_back_is_refused_before_anything_is_published(scene: Scene) -> None:
-    async def main() -> None:
-        scene.source.global_steps = 15
-        await scene.manager.update_weights(15)
-        scene.source.global_steps, published = 2, len(scene.source.orders)
-        for update in (scene.manager.update_weights(2), scene.manager.catch_up(["a"])):
-            with pytest.raises(ValueError, match="the trainer is at version 2, replicas hold version 15, and versions"):
-                await update
-        assert len(scene.source.orders) == published and versions(scene) == (15, 15)
-        assert scene.router.healthy == ["a", "b"], "a wrong call costs no replica"
-
-    run_virtual(main())
+async def test_a_trainer_that_went_back_is_refused_before_anything_is_published(scene: Scene) -> None:
+    scene.source.global_steps = 15
+    await scene.manager.update_weights(15)
+    scene.source.global_steps, published = 2, len(scene.source.orders)
+    for update in (scene.manager.update_weights(2), scene.manager.catch_up(["a"])):
+        with pytest.raises(ValueError, match="the trainer is at version 2, replicas hold version 15, and versions"):
+            await update
+    assert len(scene.source.orders) == published and versions(scene) == (15, 15)
+    assert scene.router.healthy == ["a", "b"], "a wrong call costs no replica"

@@ -1,4 +1,4 @@
-"""Which replicas an update tries together and how often."""
+"""An update tries the right replicas together, and often enough."""
 
 import pytest
 from hypothesis import given

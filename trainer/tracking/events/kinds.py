@@ -46,12 +46,12 @@ class RunEnded(Event):
 
 class StepPart(Enum):
     wait = "wait"
-    """For a batch."""
+    """The wait for a batch."""
     assemble = "assemble"
     score = "score"
     train = "train"
     update = "update"
-    """What the step waits for: the end of the update before, and the publication of its own weights."""
+    """The wait of the step: for the end of the update before, and for the publication of its own weights."""
     checkpoint = "checkpoint"
     """The copy of the state. It is written in the background."""
 
@@ -79,7 +79,7 @@ class StepRecorded(OfStep):
     """The step is settled: its weights are live, its record is written."""
 
     file: str
-    """In the run folder: what it was trained on."""
+    """The file in the run folder that has what the step was trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class StepSkipped(OfStep):
 
     reason: str
     file: str
-    """In the run folder: its batch."""
+    """The file in the run folder that has its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class UpdateStarted(OfStep):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateEnded(OfStep):
     replicas: tuple[str, ...]
-    """Those that were brought to it."""
+    """The replicas that were brought to it."""
     failures: int
     """Attempts that failed, on any replica."""
 
@@ -132,7 +132,7 @@ class EvaluationEnded(OfStep):
     accuracy: float
     pinned: bool
     file: str
-    """In the run folder: every sample."""
+    """The file in the run folder that has every sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class CheckpointSaved(OfStep):
     """Since it was staged."""
     megabytes: float
     folder: str
-    """In the run folder."""
+    """The folder in the run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

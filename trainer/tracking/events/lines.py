@@ -47,9 +47,9 @@ def event_path(run_dir: Path, number: int) -> Path:
 
 
 def event_files(run_dir: Path) -> list[EventFile]:
-    """Those that are there, the oldest first."""
-    found = [(name, path) for path in run_dir.glob("events*.jsonl") if (name := _NAME.fullmatch(path.name))]
-    return sorted(EventFile(int(name[1] or 1), path) for name, path in found)
+    """Return the event files that there are, the oldest first."""
+    files = [(name, path) for path in run_dir.glob("events*.jsonl") if (name := _NAME.fullmatch(path.name))]
+    return sorted(EventFile(int(name[1] or 1), path) for name, path in files)
 
 
 def to_line(stamped: Stamped) -> bytes:
@@ -62,7 +62,7 @@ def to_line(stamped: Stamped) -> bytes:
 
 
 def from_line(line: bytes) -> Stamped:
-    """`line`: with or without its end. Raises DamagedLineError and UnknownKindError."""
+    """Read a line, with or without its newline. Raises DamagedLineError and UnknownKindError."""
     name = line[len(_HEAD) : line.find(b'"', len(_HEAD))]
     if not line.startswith(_HEAD):
         raise DamagedLineError(f"{line[:40]!r}")
@@ -79,7 +79,7 @@ def from_line(line: bytes) -> Stamped:
 
 
 def is_frequent(line: bytes) -> bool:
-    """By the beginning of the line alone; True for what is no event."""
+    """Tell by the beginning of the line alone whether its event is frequent. True if it is no event."""
     kind = KINDS.get(line[len(_HEAD) : line.find(b'"', len(_HEAD))].decode(errors="replace"))
     return kind is None or kind.is_frequent
 

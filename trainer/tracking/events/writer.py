@@ -1,8 +1,8 @@
-"""Writes events.jsonl: a thread of the driver, so that nothing in the path of training waits for the disk.
+"""Write events.jsonl in a thread of the driver, so that nothing in the path of training waits for the disk.
 
 Events wait in a bounded queue. What the disk cannot take, because it is too slow or full, is dropped and counted, and
 the count is an event of its own once it can be written. Files are only appended to. At FILE_MB the next one begins.
-Beyond trainer.events_mb in all, the oldest file keeps its rare events only (replicas, steps, evaluations, checkpoints);
+Beyond MAX_MB in all, the oldest file keeps its rare events only (replicas, steps, evaluations, checkpoints);
 when no file has others any more, the oldest goes as a whole.
 """
 
@@ -21,6 +21,8 @@ from trainer.tracking.sinks import FailedWrites, write_atomically
 MOST_WAITING = 200_000
 """Events in the queue: some 100 MB of memory."""
 FILE_MB = 64
+MAX_MB = 2048
+"""Megabytes of all files together: a bound for the disk that a run takes. Rare events are the last to go."""
 FLUSH_S = 0.25
 """Events wait so long at most, to be written together."""
 MB = 1_000_000
@@ -31,17 +33,16 @@ class EventWriter:
     """The only writer of a run folder's events.
 
     Example:
-        with EventWriter(run_dir=run_dir, max_mb=2048, failed=failed) as writer:
+        with EventWriter(run_dir=run_dir, failed=failed) as writer:
             events = DriverEvents(writer.put)
             events.emit(UpdateStarted(global_steps=7))
         # all that was put is in the file
     """
 
     run_dir: Path
-    max_mb: int
-    """trainer.events_mb"""
     failed: FailedWrites
     """Counts writes that failed, and reports the first."""
+    max_mb: int = MAX_MB
     max_waiting: int = MOST_WAITING
     clock: Callable[[], float] | None = None
     """The driver's, for events of the writer's own; None takes the time of the event written last."""
@@ -54,8 +55,8 @@ class EventWriter:
         self._waiting: deque[Stamped] = deque()
         self._untold: Counter[str] = Counter()  # dropped, and not in the file as an event
         self._wake, self._ends = threading.Event(), threading.Event()
-        self._lock = threading.Lock()  # of the counts
-        self._writing = threading.Lock()
+        self._lock = threading.Lock()  # guards the counts, which the driver's thread and this one change
+        self._writing = threading.Lock()  # held by `flush`, which tests and the thread may call at the same time
         self._time = 0.0
         self._thin: set[int] = set()  # files without frequent events
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -71,7 +72,7 @@ class EventWriter:
         self.close()
 
     def put(self, stamped: Sequence[Stamped]) -> None:
-        """Returns at once, and raises nothing."""
+        """Take events to write. It returns at once, and raises nothing."""
         room = self.max_waiting - len(self._waiting)
         self._waiting.extend(stamped[:room] if room < len(stamped) else stamped)
         if room < len(stamped):
@@ -106,15 +107,18 @@ class EventWriter:
             batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), 5_000))]
             self._time = batch[-1].time if batch else self._time
             with self._lock:
-                told, self._untold = self._untold, Counter()
+                reported, self._untold = self._untold, Counter()
                 total = self.num_dropped
-            counts = [EventsDropped(count=count, total=total, why=why) for why, count in told.items()]
+            counts = [
+                Stamped(self._now(), "driver", EventsDropped(count=count, total=total, why=why))
+                for why, count in reported.items()
+            ]
             try:
-                self._append(b"".join(map(to_line, [*batch, *(Stamped(self._now(), "driver", one) for one in counts)])))
+                self._append(b"".join(map(to_line, [*batch, *counts])))
                 self._make_room()
             except OSError as error:
                 with self._lock:
-                    self._untold.update(told)
+                    self._untold.update(reported)
                 self._drop(len(batch), "disk")
                 with self.failed.tolerated(EVENTS_FILE):
                     raise error
@@ -129,7 +133,7 @@ class EventWriter:
             self._untold[why] += count
 
     def _append(self, data: bytes) -> None:
-        """Raises OSError, and then nothing of the data stays in the file."""
+        """Append to the last file. Raises OSError, and then nothing of the data stays in the file."""
         files = event_files(self.run_dir)
         number = files[-1].number if files else 1
         path = event_path(self.run_dir, number)
@@ -165,4 +169,4 @@ class EventWriter:
                 path.unlink()
             self._thin.add(number)
             if num_lines > len(kept):
-                self._drop(num_lines - len(kept), "trainer.events_mb")
+                self._drop(num_lines - len(kept), "size")

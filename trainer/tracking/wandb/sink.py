@@ -1,4 +1,4 @@
-"""wandb as a sink. wandb may raise, hang or be unreachable, so all its calls run in a thread of their own."""
+"""Log to wandb. It may raise, hang or be unreachable, so all its calls run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from configs.schema import WandbConfig, WandbMode
 from trainer.tracking.machine import describe_machine
-from trainer.tracking.samples import TRAJECTORIES_TABLE, StepSamples
+from trainer.tracking.samples import TRAJECTORIES_TABLE, StepSamples, TrajectoryRow
 from trainer.tracking.sinks import write_atomically
-from trainer.tracking.wandb.media import histograms, table
 from trainer.tracking.wandb.views import ELAPSED, STEPS
 from trainer.tracking.wandb.workspace import ensure_workspace
 
 if TYPE_CHECKING:
+    import wandb
     from wandb import Run
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = Path("wandb", "slipstream.json")
-"""In the run folder: id and group of the wandb run, what it has, and which run it continues."""
+"""The file in the run folder with the id and group of the wandb run, what it has, and which run it continues."""
 START_SECONDS = 30.0
-"""Deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
+"""The deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
 FINISH_SECONDS = 120.0
-"""Longest wait for uploads when closing; the rest stays on disk for `wandb sync`."""
+"""The longest wait for uploads when closing; the rest stays on disk for `wandb sync`."""
 DATA_DIR = "WANDB_DATA_DIR"
-"""Environment variable: where wandb puts the files of tables until they are uploaded. Its default is in the home."""
+"""The environment variable that says where wandb puts the files of tables until they are uploaded. Its default is in
+the home folder, which on a cluster may be full or slow."""
 
 
 class WandbError(OSError):
-    """wandb cannot take a record."""
+    """The error of a record that wandb cannot take."""
 
 
 class WandbSink:
@@ -67,7 +69,7 @@ class WandbSink:
         """Start a wandb run or continue the one of this folder. The first call of `log` raises the error of a start.
 
         Args:
-            config: shown on the dashboard as the run's configuration.
+            config: the configuration that the dashboard shows.
             continues: the folder of the run that this one goes on from, which may be `run_dir`.
         """
         self._file = run_dir / STATE_FILE
@@ -83,7 +85,7 @@ class WandbSink:
         self._current: tuple[str, float] | None = None  # the call that runs, and when it began
         started = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(started,), daemon=True, name="wandb")
-        given = {
+        settings = {
             "dir": run_dir,
             "mode": wandb.mode.value,
             "entity": wandb.entity,
@@ -93,14 +95,14 @@ class WandbSink:
             "tags": list(wandb.tags),
             "config": dict(config),
         }
-        self._calls.put(("starting", partial(self._start, given, continues)))
+        self._calls.put(("starting", lambda: self._start(settings, continues)))
         self._thread.start()
         started.wait(START_SECONDS)
 
     def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
         """Send `metrics` and `samples` under `global_steps = step`, in the background. Raises WandbError if wandb fails
         or hangs."""
-        self._calls.put((f"logging step {step}", partial(self._log, step, metrics, samples)))
+        self._calls.put((f"logging step {step}", lambda: self._log(step, metrics, samples)))
         if problem := self._error or self._hanging():
             raise WandbError(problem)
 
@@ -110,7 +112,7 @@ class WandbSink:
         Raises:
             WandbError: this call or an earlier one failed or hangs.
         """
-        self._calls.put(("finishing", partial(self._finish, exit_code)))
+        self._calls.put(("finishing", lambda: self._finish(exit_code)))
         self._calls.put(None)
         if (problem := self._error or self._hanging()) is None:
             self._thread.join(FINISH_SECONDS + 10)
@@ -141,22 +143,22 @@ class WandbSink:
                 self._current = None
                 started.set()
 
-    def _start(self, given: Mapping[str, Any], continues: Path | None) -> None:
+    def _start(self, wanted: Mapping[str, Any], continues: Path | None) -> None:
         import wandb  # here, because it is slow and not needed when disabled
 
-        given["dir"].mkdir(parents=True, exist_ok=True)
+        wanted["dir"].mkdir(parents=True, exist_ok=True)
         if DATA_DIR not in os.environ:
-            self._staging = os.environ[DATA_DIR] = str(given["dir"] / "wandb" / "staging")
+            self._staging = os.environ[DATA_DIR] = str(wanted["dir"] / "wandb" / "staging")
         if self._file.exists():
             self._known = json.loads(self._file.read_text())
         elif continues is not None and (continues / STATE_FILE).exists():
             before = json.loads((continues / STATE_FILE).read_text())
             self._known["continues"] = {"id": before["id"], "run_dir": str(continues)}
             self._known["group"] = before.get("group")
-        config = {**given["config"], "machine": asdict(describe_machine())}
+        config = {**wanted["config"], "machine": asdict(describe_machine())}
         if "continues" in self._known:
             config["continues"] = self._known["continues"]
-        group = self._known["group"] = given["group"] or self._known.get("group")
+        group = self._known["group"] = wanted["group"] or self._known.get("group")
         settings = wandb.Settings(
             silent=True,
             console="off",  # wandb would otherwise wrap stdout under the live console
@@ -164,7 +166,7 @@ class WandbSink:
             finish_timeout=FINISH_SECONDS,
             finish_timeout_raises=True,
         )
-        made = {**given, "config": config, "group": group, "id": self._known["id"], "resume": "allow"}
+        made = {**wanted, "config": config, "group": group, "id": self._known["id"], "resume": "allow"}
         run = wandb.init(**made, settings=settings)
         run.define_metric(STEPS)
         run.define_metric(ELAPSED, step_metric=STEPS)
@@ -180,8 +182,8 @@ class WandbSink:
         if step <= self._known[kind]:
             return
         self._elapsed = metrics.get(ELAPSED, self._elapsed)
-        drawn = {} if samples is None else histograms(samples)
-        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **drawn})
+        histograms = {} if samples is None else _histograms(samples)
+        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **histograms})
         if samples is not None and samples.rows and self._takes_tables:
             self._log_table(step, samples)
         self._known[kind] = step
@@ -189,10 +191,10 @@ class WandbSink:
             write_atomically(self._file, json.dumps(self._known).encode())
 
     def _log_table(self, step: int, samples: StepSamples) -> None:
-        """wandb makes an artifact of each table, which may be refused: then the run goes on without tables."""
+        """Log a table, of which wandb makes an artifact. That may be refused: then the run goes on without tables."""
         assert self._run is not None
         try:
-            self._run.log({STEPS: step, TRAJECTORIES_TABLE: table(samples)})
+            self._run.log({STEPS: step, TRAJECTORIES_TABLE: _table(samples)})
         except Exception:
             self._takes_tables = False
             logger.warning("wandb: no tables of trajectories from step %d on", step, exc_info=True)
@@ -221,3 +223,19 @@ class WandbSink:
             logger.warning("wandb: no saved view in %s", where, exc_info=True)
         else:
             logger.info("wandb: %s", f"{where} has the saved view" if address is None else f"saved view {address}")
+
+
+def _histograms(samples: StepSamples) -> dict[str, wandb.Histogram]:
+    import wandb
+
+    return {
+        name: wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
+        for name, histogram in samples.histograms.items()
+    }
+
+
+def _table(samples: StepSamples) -> wandb.Table:
+    import wandb
+
+    columns: list[Any] = [field.name for field in fields(TrajectoryRow)]
+    return wandb.Table(columns=columns, data=[list(astuple(row)) for row in samples.rows])

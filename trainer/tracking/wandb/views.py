@@ -1,4 +1,4 @@
-"""What the saved view of a project shows, made from the list of metrics. `workspace.py` gives it to wandb."""
+"""Describe the saved view of a project, from the list of metrics. `workspace.py` gives it to wandb."""
 
 import hashlib
 import re
@@ -19,14 +19,17 @@ MEDIA = {
     "Async": {"staleness of the tokens of a step": STALENESS},
     "Rollout": {"response lengths of a step": RESPONSE_LENGTH},
 }
-"""Of a section: title -> what is logged under this name."""
+"""The media of each section: the titles, with the names under which they are logged."""
 NAME = "slipstream"
 _NAMED = re.compile(rf"{NAME} v(\d+) \(([0-9a-f]+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart:
-    """Example: LineChart(title="staleness", x="global_steps", metrics=("staleness/mean", "staleness/max"))"""
+    """A line chart of some metrics.
+
+    Example: LineChart(title="staleness", x="global_steps", metrics=("staleness/mean", "staleness/max"))
+    """
 
     title: str
     x: str
@@ -51,7 +54,7 @@ class ViewSection:
 
 
 def view() -> tuple[ViewSection, ...]:
-    """The sections of the view, in order. Every metric is in one of them."""
+    """Return the sections of the view, in order. Every metric is in one of them."""
     return tuple(ViewSection(name=name, charts=tuple(_charts(name))) for name in SECTIONS)
 
 
@@ -66,21 +69,21 @@ def _charts(section: str) -> Iterator[Chart]:
         yield MediaChart(title=title, key=key)
 
 
-def line_chart(title: str, entries: Iterable[MetricEntry], x: str = STEPS) -> LineChart:
-    """`entries`: either metrics or families of them."""
+def line_chart(title: str, entries: Iterable[MetricEntry]) -> LineChart:
+    """Return a chart of these entries, which are either metrics or families of them."""
     if families := [entry.pattern for entry in entries if entry.is_family]:
-        return LineChart(title=title, x=x, pattern=f"^({'|'.join(families)})$")
-    return LineChart(title=title, x=x, metrics=tuple(entry.name for entry in entries))
+        return LineChart(title=title, x=STEPS, pattern=f"^({'|'.join(families)})$")
+    return LineChart(title=title, x=STEPS, metrics=tuple(entry.name for entry in entries))
 
 
 def signature(sections: Iterable[ViewSection]) -> str:
-    """Of eight hexadecimal digits: another for any other view."""
+    """Return eight hexadecimal digits, different for any other view."""
     content = msgspec.json.encode([asdict(section) for section in sections])
     return hashlib.sha256(content).hexdigest()[:8]
 
 
 def new_name(sections: Iterable[ViewSection], existing: Iterable[str]) -> str | None:
-    """How the view is to be called in a project with views of the names `existing`; None where it is there already.
+    """Return the name of the view in a project with views of the names `existing`, or None if it has the view already.
 
     A view that has changed is saved beside the older ones, which people may have made their own.
 

@@ -15,7 +15,7 @@ OPEN = ("Learning", "Async")
 COLUMNS, ROWS = 4, 6
 REPORT_TITLE = "Async against sync"
 MAX_STALENESS = "rollout.value.max_staleness"
-"""rollout.max_staleness as wandb stores it: the section has a `value`, and this has the keys."""
+"""The key of rollout.max_staleness as wandb stores it: the section has a `value`, and this has the keys."""
 COMPARED = {
     "Learning by steps": (STEPS, ("critic/rewards/mean", "eval/accuracy", "actor/entropy", "response_length/mean")),
     "Learning by time": (ELAPSED, ("critic/rewards/mean", "eval/accuracy")),
@@ -64,7 +64,7 @@ def ensure_workspace(entity: str, project: str) -> str | None:
 
 
 def default_entity() -> str:
-    """Of the account that is logged in. Raises ValueError where wandb names none."""
+    """Return the entity of the account that is logged in. Raises ValueError if wandb names none."""
     import wandb
 
     if (entity := wandb.Api().default_entity) is None:
@@ -73,7 +73,7 @@ def default_entity() -> str:
 
 
 def view_names(entity: str, project: str) -> list[str]:
-    """What the saved views of the project are called. Raises ValueError where there is no such project."""
+    """Return the names of the saved views of the project. Raises ValueError if there is no such project."""
     import wandb
     from wandb_workspaces._graphql import execute_graphql  # wandb's API for queries changes with its versions
 
@@ -84,7 +84,7 @@ def view_names(entity: str, project: str) -> list[str]:
 
 
 def workspace(entity: str, project: str, name: str, ws: Any) -> Any:
-    """The view as a `Workspace` of `ws`, wandb_workspaces.workspaces, not saved."""
+    """Return the view as a `Workspace` of the module wandb_workspaces.workspaces, not saved."""
     return ws.Workspace(
         entity=entity,
         project=project,
@@ -116,7 +116,7 @@ def _panel(chart: Chart) -> Any:
 
 
 def report(entity: str, project: str) -> Any:
-    """A report that compares the project's asynchronous runs with its synchronous ones, not saved.
+    """Return a report that compares the project's asynchronous runs with its synchronous ones, not saved.
 
     Raises what `ensure_workspace` raises: it asks wandb for the project.
     """

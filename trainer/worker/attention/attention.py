@@ -1,4 +1,4 @@
-"""How a model attends within rows of trees: dense, flex or varlen, by one rank or by a group that shares its rows.
+"""Attention within rows of trees: dense, flex or varlen, by one rank or by a group that shares its rows.
 
 A model builds its own masks, of every kind that its layers need, from functions of a query's and a key's position:
 causal, sliding window, chunked. Here they are evaluated at the tokens' positions in their sequences instead of their
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from configs.trainer import AttentionKind
 from configs.validate import ConfigError
 from trainer.batch import MicroBatch
 from trainer.worker.attention import dense, flex, varlen
-from trainer.worker.attention.rows import Mask, MaskFunction, Rows
+from trainer.worker.attention.rows import Attend, Mask, MaskFunction, Rows
 from trainer.worker.attention.ulysses import SequenceGroup
 
 HANDED_ON = ("sdpa", "flex_attention")
 """Implementations of attention, by their names in transformers, that a model hands its mask on to as it is."""
 BOOL, FLOAT = "sdpa", "eager"
-"""Those of models with code of their own, which take a mask of all pairs as a tensor."""
+"""Implementations of models with code of their own, which take a mask of all pairs as a tensor."""
 LONGEST_MASK = 8192
 """Tokens of the longest row for which such a mask is made."""
 CORES: dict[AttentionKind, Any] = {
@@ -37,7 +36,7 @@ CORES: dict[AttentionKind, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Which implementation computes attention, and who else has a part of the rows.
+    """The implementation that computes attention, and the ranks that share the rows.
 
     Example:
         attention = Attention(AttentionKind.auto)
@@ -74,31 +73,36 @@ class Attention:
         return Rows.of(batch, self._length(batch), device)
 
     def num_tokens(self, batch: MicroBatch) -> int:
-        """How many are computed, padding included."""
+        """Return how many tokens are computed, padding included."""
         return len(batch.input_ids) * self._length(batch)
 
     def _length(self, batch: MicroBatch) -> int:
-        """Of the rows: one that the ranks can share, and on GPUs one of few."""
+        """Return the padded length of the rows. The ranks can share it. On GPUs it is one of a few lengths, because
+        kernels are compiled for each."""
         multiple, length = 1 if self.group is None else self.group.size, batch.input_ids.shape[1]
         if self.device_type != "cpu":
             length = bucket(length)
         return -(-length // multiple) * multiple
 
     @contextmanager
-    def within(self, rows: Rows, decoder: nn.Module) -> Iterator[None]:
+    def within(self, rows: Rows, decoder: nn.Module, attend: Attend | None = None) -> Iterator[None]:
         """Let the decoder attend in these rows inside the `with` block, and in what is recomputed of it afterwards.
 
         A model that does not build its masks by transformers' `masking_utils` is not reached: its branches see each
         other.
+
+        Args:
+            attend: what computes attention in place of `attend`.
         """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as BUILDERS  # takes seconds to import
 
         _let_masks_pass()
-        builders: dict[str, Any] = dict.fromkeys(HANDED_ON, partial(self._handed_on, rows))
+        masks = _Masks(rows, attend or self.attend, self.device_type)
+        builders: dict[str, Any] = dict.fromkeys(HANDED_ON, masks.handed_on)
         if rows.last is not None:
-            builders[FLOAT] = partial(_float_mask, rows)
+            builders[FLOAT] = masks.as_floats
         if not hands_masks_on(decoder):
-            builders[BOOL] = BUILDERS[BOOL] if rows.last is None else partial(_bool_mask, rows)
+            builders[BOOL] = BUILDERS[BOOL] if rows.last is None else masks.as_booleans
         for name, builder in builders.items():
             BUILDERS[name] = builder
         try:
@@ -107,103 +111,108 @@ class Attention:
             for name in builders:
                 del BUILDERS[name]
 
-    def _handed_on(
-        self,
-        rows: Rows,
-        *,
-        mask_function: MaskFunction,
-        local_size: int | None = None,
-        use_vmap: bool = False,
-        **given: Any,
-    ) -> Mask:
-        from transformers.masking_utils import causal_mask_function
-
-        _refuse_more_than_positions(use_vmap or (local_size is None and mask_function is not causal_mask_function))
-        return Mask(rows, mask_function, local_size, self._attend)
-
-    def _attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
     ) -> tuple[Tensor, None]:
+        """Compute attention as transformers calls it, [N, H, L, D] -> [N, L, H, D]."""
         if self.group is None:
-            return self._of_whole_rows(module, query, key, value, mask, **given)
-        return self.group.attend(self._of_whole_rows, module, (query, key, value), mask, **given)
+            return self._of_whole_rows(module, query, key, value, mask, **options)
+        return self.group.attend(self._of_whole_rows, module, (query, key, value), mask, **options)
 
     def _of_whole_rows(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
     ) -> tuple[Tensor, None]:
-        kind = self.kind if self.kind is not AttentionKind.auto else chosen(query, value, mask, given)
-        return CORES[kind](module, query, key, value, mask, **given)
+        kind = self.kind if self.kind is not AttentionKind.auto else chosen(query, value, mask, options)
+        return CORES[kind](module, query, key, value, mask, **options)
 
 
 ON_CPU = Attention()
-"""By one rank."""
+"""The attention of a single rank on the CPU."""
 
 
-def chosen(query: Tensor, value: Tensor, mask: Mask, given: dict[str, Any]) -> AttentionKind:
-    """What trainer.attention=auto is for these heads and rows."""
-    is_plain, refusal = mask.rows.last is None and mask.is_causal, varlen.refusal(query, value, mask, given)
-    if query.device.type == "cpu":
+def chosen(query: Tensor, value: Tensor, mask: Mask, options: dict[str, Any]) -> AttentionKind:
+    """Return the implementation that trainer.attention=auto takes for these heads and rows."""
+    is_plain, refusal = mask.rows.last is None and mask.is_causal, varlen.refusal(query, value, mask, options)
+    if mask.device_type == "cpu":
         is_dense = is_plain or refusal is not None or not mask.is_causal
         return AttentionKind.dense if is_dense else AttentionKind.varlen
     if refusal is None:
         return AttentionKind.varlen
-    is_whole = is_plain and not any(given.get(name) is not None for name in varlen.UNKNOWN)  # SDPA needs no mask
-    return AttentionKind.dense if is_whole else AttentionKind.flex
+    if any(options.get(name) is not None for name in varlen.UNKNOWN):
+        return AttentionKind.flex
+    # SDPA needs no mask for whole rows. In float32 models are small: to compile flex for each length would take longer.
+    return AttentionKind.dense if is_plain or query.dtype is torch.float32 else AttentionKind.flex
 
 
 def bucket(length: int) -> int:
-    """The next length for which kernels are compiled: of a short row in whole blocks, at most an eighth longer."""
+    """Return the next length for which kernels are compiled: of a short row in whole blocks, at most an eighth
+    longer."""
     multiple = max(flex.BLOCK, 1 << max(0, (length - 1).bit_length() - 4))
     return -(-length // multiple) * multiple
 
 
 def hands_masks_on(model: nn.Module) -> bool:
-    """Whether attention gets the model's mask as it was built, as in all models whose attention is exchangeable."""
+    """Return whether attention gets the model's mask as it was built, as in all models whose attention is
+    exchangeable."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(model).__module__])
 
 
 def takes_tensors(model: Any) -> bool:
-    """Whether its masks are tensors of all pairs of a row."""
+    """Return whether the model's masks are tensors of all pairs of a row."""
     return model.config.get_text_config()._attn_implementation == FLOAT or not hands_masks_on(model)
 
 
 def _let_masks_pass() -> None:
-    """For good, because of layers that are recomputed; other masks do not notice."""
+    """Let a `Mask` pass through the model to `attend`.
+
+    The change is for good, because layers that are recomputed in the backward pass run after the `with` block. Masks of
+    other kinds go where they went before.
+    """
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
     for name, original in zip(HANDED_ON, (sdpa_attention_forward, flex_attention_forward), strict=True):
-        ATTENTION[name] = partial(_dispatch, original)
+        ATTENTION[name] = _letting_pass(original)
 
 
-def _dispatch(
-    original: Callable[..., Any],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    **given: Any,
-) -> Any:
-    if isinstance(attention_mask, Mask):
-        return attention_mask.attend(module, query, key, value, attention_mask, **given)
-    return original(module, query, key, value, attention_mask, **given)
+def _letting_pass(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        function = attention_mask.attend if isinstance(attention_mask, Mask) else original
+        return function(module, query, key, value, attention_mask, **options)
+
+    return attend
 
 
-def _bool_mask(rows: Rows, *, mask_function: MaskFunction, use_vmap: bool = False, **given: Any) -> Tensor:
-    """[N, 1, L, L] whether the query attends to the key."""
-    _refuse_more_than_positions(use_vmap)
-    if (length := rows.input_ids.shape[1]) > LONGEST_MASK:
-        raise ValueError(f"a row of {length} tokens: masks of all pairs are made up to {LONGEST_MASK}")
-    places = torch.arange(length, device=rows.ends.device)
-    return Mask(rows, mask_function, 0, dense.attend).allowed(slice(None), places)
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks of the rows in the forms that implementations of attention take. transformers calls the methods."""
 
+    rows: Rows
+    attend: Attend
+    device_type: str
 
-def _float_mask(rows: Rows, *, dtype: torch.dtype, **given: Any) -> Tensor:
-    """[N, 1, L, L] what is added to the query's logit of the key."""
-    allowed = _bool_mask(rows, **given)
-    return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, torch.finfo(dtype).min)
+    def handed_on(
+        self, *, mask_function: MaskFunction, local_size: int | None = None, use_vmap: bool = False, **options: Any
+    ) -> Mask:
+        """Return a mask that the model hands on to `attend`."""
+        from transformers.masking_utils import causal_mask_function
+
+        _refuse_more_than_positions(use_vmap or (local_size is None and mask_function is not causal_mask_function))
+        return Mask(self.rows, mask_function, local_size, self.attend, self.device_type)
+
+    def as_booleans(self, *, mask_function: MaskFunction, use_vmap: bool = False, **options: Any) -> Tensor:
+        """Return [N, 1, L, L], True where the query attends to the key."""
+        _refuse_more_than_positions(use_vmap)
+        if (length := self.rows.input_ids.shape[1]) > LONGEST_MASK:
+            raise ValueError(f"a row of {length} tokens: masks of all pairs are made up to {LONGEST_MASK}")
+        places = torch.arange(length, device=self.rows.ends.device)
+        return Mask(self.rows, mask_function, 0, dense.attend).allowed(slice(None), places)
+
+    def as_floats(self, *, dtype: torch.dtype, **options: Any) -> Tensor:
+        """Return [N, 1, L, L], the numbers that are added to the query's logit of the key."""
+        allowed = self.as_booleans(**options)
+        return torch.zeros((), dtype=dtype, device=allowed.device).where(allowed, torch.finfo(dtype).min)
 
 
 def _refuse_more_than_positions(is_more: bool) -> None:

@@ -5,7 +5,6 @@ the ancestors of its tokens only: about as many pairs as the sequences have alon
 is ever as large as all pairs of a long row.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,28 +28,30 @@ class Block(NamedTuple):
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [N, H, L, D] -> [N, L, H, D]."""
+    """Compute attention as transformers calls it, [N, H, L, D] -> [N, L, H, D]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as whole  # takes seconds to import
 
     if mask.rows.last is None and mask.is_causal:
-        return whole(module, query, key, value, None, **given)
+        return whole(module, query, key, value, None, **options)
 
-    def of_block(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend_block(block: Block, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         allowed = mask.allowed(block.queries, block.keys) if block.mask is None else block.mask
         queries, keys, values = query[:, :, block.queries], key[:, :, block.keys], value[:, :, block.keys]
-        return whole(module, queries, keys, values, allowed, **given)[0]
+        return whole(module, queries, keys, values, allowed, **options)[0]
 
     parts = []
     for block in blocks(mask):
-        one = of_block if block.mask is not None else partial(checkpoint, of_block, use_reentrant=False)
-        parts.append(one(block, query, key, value))
+        if block.mask is not None:
+            parts.append(attend_block(block, query, key, value))
+        else:  # a mask that is too large to keep is made again in the backward pass
+            parts.append(checkpoint(attend_block, block, query, key, value, use_reentrant=False))
     return torch.cat(parts, dim=1), None
 
 
 def blocks(mask: Mask) -> list[Block]:
-    """Made once for all layers of a kind."""
+    """Return the blocks of the mask, which are made once for all layers of a kind."""
     if "blocks" not in mask.made:
         pairs = key_blocks(mask.rows, None if mask.is_causal else mask.reach)
         is_kept = len(mask.rows.ends) * sum((q.stop - q.start) * len(keys) for q, keys in pairs) <= MOST_KEPT
@@ -59,19 +60,20 @@ def blocks(mask: Mask) -> list[Block]:
 
 
 def key_blocks(rows: Rows, reach: int | None) -> list[tuple[slice, Tensor]]:
-    """(queries, keys) of each block: keys are the queries and, of what comes before, their ancestors within reach."""
-    found = []
+    """Return (queries, keys) of each block. Keys are the queries and, of what comes before, their ancestors within
+    reach."""
+    pairs = []
     for queries in cuts(rows):
         needed = rows.ends[:, : queries.stop] >= queries.start
         if reach is not None:
             first = rows.positions[:, queries].min(1, keepdim=True).values
             needed &= rows.positions[:, : queries.stop] > first - reach
-        found.append((queries, needed.any(0).nonzero()[:, 0]))
-    return found
+        pairs.append((queries, needed.any(0).nonzero()[:, 0]))
+    return pairs
 
 
 def cuts(rows: Rows) -> list[slice]:
-    """The queries of each block. A row by itself is cut between trees where it can be."""
+    """Return the queries of each block. A row by itself is cut between trees where it can be."""
     num_rows, length = rows.input_ids.shape
     size = max(SMALLEST_BLOCK, -(-length // MOST_BLOCKS))
     starts = [0]

@@ -18,21 +18,21 @@ MOST_SHAPES = 256
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [N, H, L, D] -> [N, L, H, D], with soft caps and sinks."""
-    softcap, sinks = given.get("softcap"), given.get("s_aux")
+    """Compute attention as transformers calls it, [N, H, L, D] -> [N, L, H, D], with soft caps and sinks."""
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
     if "block_mask" not in mask.made:
         mask.made["block_mask"] = block_mask(mask)
     if query.shape[1] // key.shape[1] & (query.shape[1] // key.shape[1] - 1):  # flex shares keys by powers of two only
-        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], 1) for one in (key, value))
-    attended = on(query.device.type)(
+        key, value = (heads.repeat_interleave(query.shape[1] // key.shape[1], 1) for heads in (key, value))
+    attended = on(mask.device_type)(
         query,
         key,
         value,
         score_mod=None if softcap is None else _capped_at(softcap),
         block_mask=mask.made["block_mask"],
-        scale=given.get("scaling"),
+        scale=options.get("scaling"),
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )
@@ -60,38 +60,39 @@ def on(device: str) -> Any:
 
 
 def block_mask(mask: Mask) -> BlockMask:
-    """Of blocks of BLOCK queries and keys: which are computed, and which of them without looking at each pair."""
+    """Return which blocks of BLOCK queries and keys are computed, and which of them without looking at each pair."""
     rows = mask.rows
     num_rows, length = rows.input_ids.shape
     ends, positions = rows.ends, rows.positions
     num_blocks = -(-length // BLOCK)
 
-    def of_blocks(values: Tensor, fill: int) -> Tensor:
+    def split_blocks(values: Tensor, fill: int) -> Tensor:
         return nn.functional.pad(values, (0, num_blocks * BLOCK - length), value=fill).view(num_rows, -1, BLOCK)
 
     first = torch.arange(num_blocks, device=ends.device) * BLOCK
-    begins, furthest = first[:, None], of_blocks(ends, -1).amax(-1)[:, None]  # of queries, of keys
+    begins, furthest = first[:, None], split_blocks(ends, -1).amax(-1)[:, None]  # of queries, of keys
     computed = (first <= begins) & (furthest >= begins)  # [N, queries, keys]: a key's subtree ends among the queries
-    nearest = of_blocks(ends, length).amin(-1)[:, None]
+    nearest = split_blocks(ends, length).amin(-1)[:, None]
     is_full = (first < begins) & (nearest >= (begins + BLOCK).clamp(max=length) - 1) & (begins + BLOCK <= length)
     if not mask.is_causal:
         assert mask.reach is not None
-        oldest = of_blocks(positions, mask.rows.most_positions).amin(-1)[:, :, None]
-        newest = of_blocks(positions, -1).amax(-1)[:, None]
+        oldest = split_blocks(positions, mask.rows.most_positions).amin(-1)[:, :, None]
+        newest = split_blocks(positions, -1).amax(-1)[:, None]
         computed &= oldest - newest < mask.reach
         is_full = torch.zeros_like(is_full)
     partial_blocks, full = computed & ~is_full, computed & is_full
     return BlockMask.from_kv_blocks(
-        *_listed(partial_blocks),
-        *_listed(full),
+        *_list_blocks(partial_blocks),
+        *_list_blocks(full),
         BLOCK_SIZE=BLOCK,
         mask_mod=_pairs(mask),
         seq_lengths=(length, length),
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [N, queries, keys] -> how many of each row of blocks, int32 [N, 1, queries], and which ones come first."""
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row has, int32 [N, 1, queries], and which ones come first, of bool [N, queries,
+    keys]."""
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 

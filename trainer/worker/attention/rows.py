@@ -1,7 +1,7 @@
-"""Which tokens of a micro-batch's rows attend to which, on the device."""
+"""The rows of a micro-batch on the device, and which of their tokens attend to which."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,9 @@ from trainer.batch import MicroBatch
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query's position, key's position) -> whether the query attends to the key, elementwise."""
 
+Attend = Callable[..., tuple[Tensor, None]]
+"""(module, query, key, value, mask, **options) -> ([N, L, H, D], None)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -27,11 +30,11 @@ class Rows:
     positions: Tensor  # [N, L]
     last: Tensor | None  # [N, L]; None: each row is one chain, with its padding
     starts: NDArray[np.int64]
-    """Where each tree begins, in all rows as one string of N * L tokens. Ascending."""
+    """The place where each tree begins, in all rows as one string of N * L tokens. Ascending."""
     are_chains: bool
-    """Whether no tree branches."""
+    """True if no tree branches."""
     most_positions: int
-    """One more than the largest position."""
+    """The number of positions: the largest plus one."""
 
     @classmethod
     def of(cls, batch: MicroBatch, length: int, device: torch.device) -> "Rows":
@@ -57,7 +60,7 @@ class Rows:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Of each tree."""
+        """The length of each tree."""
         return np.diff(self.starts, append=self.input_ids.numel())
 
     @cached_property
@@ -68,29 +71,43 @@ class Rows:
         return torch.full_like(self.input_ids, self.input_ids.shape[1] - 1)
 
 
-@dataclass(frozen=True, eq=False)
 class Mask:
-    """What the queries of a kind of layers attend to. It passes through the model in place of a mask in a tensor.
+    """The keys that the queries of a kind of layers attend to. It passes through the model in place of a mask in a
+    tensor.
 
-    It holds what is made of it, for all layers of the kind and for those that are recomputed in the backward pass.
+    It holds what is made of it, for all layers of the kind and for those that are recomputed in the backward pass. It
+    is no dataclass: FSDP takes those apart to cast what is in them, and gives each layer a copy that holds nothing yet.
     """
 
-    rows: Rows
-    function: MaskFunction
-    """The model's own, of positions: causal, sliding window, chunks."""
-    reach: int | None
-    """No query attends to keys so many positions before it. None: they reach all of them."""
-    attend: Callable[..., tuple[Tensor, None]]
-    """(module, query, key, value, mask, **given) -> ([N, L, H, D], None)."""
-    made: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        rows: Rows,
+        function: MaskFunction,
+        reach: int | None,
+        attend: Attend,
+        device_type: str = "cpu",
+    ):
+        """
+        Args:
+            function: the model's own, of positions: causal, sliding window, chunks.
+            reach: no query attends to keys so many positions before it. None: they reach all of them.
+            attend: (module, query, key, value, mask, **options) -> ([N, L, H, D], None).
+            device_type: the kind of device whose kernels compute it.
+        """
+        self.rows = rows
+        self.function = function
+        self.reach = reach
+        self.attend = attend
+        self.device_type = device_type
+        self.made: dict[str, Any] = {}
 
     @property
     def is_causal(self) -> bool:
-        """Whether a query attends to all that comes before it in its sequence."""
+        """True if a query attends to all that comes before it in its sequence."""
         return self.reach is None or self.reach >= self.rows.most_positions
 
     def allowed(self, queries: slice, keys: Tensor) -> Tensor:
-        """Places of queries and keys [K] in the rows -> bool [N, 1, Q, K]."""
+        """Return for places of queries and keys [K] in the rows, bool [N, 1, Q, K], whether they attend."""
         rows = self.rows
         query, key = torch.arange(rows.ends.shape[1], device=keys.device)[queries][:, None], keys[None, :]
         tree = (key <= query) & (query <= rows.ends[:, None, keys])

@@ -27,7 +27,7 @@ class SequenceGroup:
     size: int
 
     def part(self, length: int) -> slice:
-        """This rank's part of rows of `length` tokens, a multiple of `size`."""
+        """Return this rank's part of rows of `length` tokens, a multiple of `size`."""
         own = length // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
@@ -37,23 +37,23 @@ class SequenceGroup:
         module: nn.Module,
         heads: tuple[Tensor, Tensor, Tensor],
         mask: Any,
-        **given: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of a part of the rows: query, key, value [N, H, L / k, D] -> [N, L / k, H, D].
+        """Compute attention of a part of the rows: query, key, value [N, H, L / k, D] -> [N, L / k, H, D].
 
         Keys and values of fewer heads than ranks are replicated.
 
         Args:
-            attend: for whole rows and some of the heads.
+            attend: computes whole rows and some of the heads.
         """
         query, key, value = heads
         num_heads, num_shared = query.shape[1], lcm(key.shape[1], self.size)
-        key, value = (one.repeat_interleave(num_shared // key.shape[1], 1) for one in (key, value))
+        key, value = (heads.repeat_interleave(num_shared // key.shape[1], 1) for heads in (key, value))
         query, key, value = self._whole_rows([query, key, value])
         per_key = SimpleNamespace(num_key_value_groups=num_heads // num_shared, is_causal=True)
-        if given.get("s_aux") is not None:  # one per head
-            given["s_aux"] = given["s_aux"].chunk(self.size)[self.rank]
-        attended, _ = attend(per_key, query, key, value, mask, **given)
+        if options.get("s_aux") is not None:  # one per head
+            options["s_aux"] = options["s_aux"].chunk(self.size)[self.rank]
+        attended, _ = attend(per_key, query, key, value, mask, **options)
         return self._whole_heads(attended), None
 
     def _whole_rows(self, parts: list[Tensor]) -> list[Tensor]:
@@ -104,13 +104,13 @@ class _Gather(torch.autograd.Function):
         ctx.own = torch.as_tensor(np.flatnonzero(owners == among.rank), device=values.device)
         longest = int(counts.max())
         padded = nn.functional.pad(values, (0, longest - values.shape[1])).contiguous()
-        of_ranks = padded.new_empty(among.size * len(padded), longest)
-        dist.all_gather_into_tensor(of_ranks, padded, group=among.group)
+        parts = padded.new_empty(among.size * len(padded), longest)
+        dist.all_gather_into_tensor(parts, padded, group=among.group)
         order = np.argsort(np.argsort(owners, kind="stable"), kind="stable")
-        found = torch.cat(
-            [part[:, :count] for part, count in zip(of_ranks.chunk(among.size), counts.tolist(), strict=True)], 1
+        gathered = torch.cat(
+            [part[:, :count] for part, count in zip(parts.chunk(among.size), counts.tolist(), strict=True)], 1
         )
-        return found[:, torch.as_tensor(order, device=values.device)]
+        return gathered[:, torch.as_tensor(order, device=values.device)]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -1,35 +1,38 @@
 """Attention of chains end to end, without masks: flash attention over sequences of any lengths, on CPUs by a loop."""
 
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 from trainer.worker.attention import dense
 from trainer.worker.attention.rows import Mask
 
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-"""Of flash attention."""
+"""The limits of flash attention: the widest head, and what its width is a multiple of."""
+FEWER_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""The argument by which keys may have fewer heads than queries. Flash attention takes them, and torch 2.11 hands them
+on without being told."""
 UNKNOWN = ("softcap", "s_aux", "position_bias")
-"""Of these, torch's flash attention knows nothing."""
+"""Arguments that torch's flash attention does not have."""
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [N, H, L, D] -> [N, L, H, D].
+    """Compute attention as transformers calls it, [N, H, L, D] -> [N, L, H, D].
 
     Raises:
-        ValueError: it cannot.
+        ValueError: varlen cannot compute it.
     """
-    if (reason := refusal(query, value, mask, given)) is not None:
+    if (reason := refusal(query, value, mask, options)) is not None:
         raise ValueError(f"trainer.attention=varlen: {reason}")
-    if query.device.type == "cpu":
-        return _by_loop(module, query, key, value, mask, **given)
-    from torch.nn.attention.varlen import varlen_attn
-
+    if mask.device_type == "cpu":
+        return _by_loop(module, query, key, value, mask, **options)
     bounds, longest, window = segments(mask)
     attended = varlen_attn(
         _as_string(query),
@@ -39,27 +42,27 @@ def attend(
         bounds,
         longest,
         longest,
-        scale=given.get("scaling"),
+        scale=options.get("scaling"),
         window_size=(window, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **FEWER_KEYS,
     )
     assert isinstance(attended, Tensor)
     return attended.view(len(query), -1, *attended.shape[1:]), None
 
 
-def refusal(query: Tensor, value: Tensor, mask: Mask, given: dict[str, Any]) -> str | None:
-    """Why these rows or this module cannot be computed here, or None."""
+def refusal(query: Tensor, value: Tensor, mask: Mask, options: dict[str, Any]) -> str | None:
+    """Return why these rows or this module cannot be computed here, or None."""
     if not mask.rows.are_chains:
         return "rows have branches"
-    if found := [name for name in UNKNOWN if given.get(name) is not None]:
-        return f"flash attention knows no {found[0]}"
-    if query.device.type == "cpu":
+    if unknown := [name for name in UNKNOWN if options.get(name) is not None]:
+        return f"flash attention knows no {unknown[0]}"
+    if mask.device_type == "cpu":
         return None
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"flash attention computes in bfloat16, not in {query.dtype}"
-    width, of_values = query.shape[-1], value.shape[-1]
-    if width != of_values or width > LARGEST_HEAD or width % HEAD_MULTIPLE:
-        return f"flash attention has no heads of width {width} and {of_values}"
+    width, value_width = query.shape[-1], value.shape[-1]
+    if width != value_width or width > LARGEST_HEAD or width % HEAD_MULTIPLE:
+        return f"flash attention has no heads of width {width} and {value_width}"
     return None
 
 
@@ -83,10 +86,10 @@ def segments(mask: Mask) -> tuple[Tensor, int, int]:
 
 
 def has_chunks(mask: Mask, reach: int) -> bool:
-    """Whether queries attend within chunks of `reach` positions, instead of to the last `reach` positions.
+    """Return whether queries attend within chunks of `reach` positions, instead of to the last `reach` positions.
 
     Raises:
-        ValueError: neither.
+        ValueError: they do neither.
     """
     queries = torch.arange(reach, mask.rows.most_positions, device=mask.rows.input_ids.device)
     batch = torch.zeros_like(queries)
@@ -105,17 +108,17 @@ def has_chunks(mask: Mask, reach: int) -> bool:
 
 
 def _by_loop(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Mask, **options: Any
 ) -> tuple[Tensor, None]:
-    """Windows that are shorter than a sequence need masks."""
+    """Compute chain by chain. Windows that are shorter than a sequence need masks, which `dense` makes."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as whole  # takes seconds to import
 
     if not mask.is_causal:
-        return dense.attend(module, query, key, value, mask, **given)
-    q, k, v = (_as_string(one).transpose(0, 1)[None] for one in (query, key, value))  # [1, H, N * L, D]
+        return dense.attend(module, query, key, value, mask, **options)
+    q, k, v = (_as_string(heads).transpose(0, 1)[None] for heads in (query, key, value))  # [1, H, N * L, D]
     bounds = [*mask.rows.starts.tolist(), mask.rows.input_ids.numel()]
     places = [slice(begin, end) for begin, end in pairwise(bounds)]
-    parts = [whole(module, q[:, :, one], k[:, :, one], v[:, :, one], None, **given)[0] for one in places]
+    parts = [whole(module, q[:, :, chain], k[:, :, chain], v[:, :, chain], None, **options)[0] for chain in places]
     return torch.cat(parts, dim=1).view(len(query), -1, *parts[0].shape[2:]), None
 
 

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import ray
 
-from configs.schema import Config, RolloutConfig
-from rollout.actor_group import ReplicaClient
+from configs.schema import Config, RayConfig, RolloutConfig
 from rollout.agents import worker_group
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
-from rollout.progress import Attempt
+from rollout.progress import Attempt, EpisodesOpen
+from rollout.replica.client import ReplicaClient
 from rollout.rewards.base import RewardResult
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
-from scripts.launch.cluster import output_to
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from scripts.launch.cluster import set_up_in
 from tests.support.fakes import make_completion, make_prompt
+from tests.support.rollouts import group_of
 
 CONFIG = Config(rollout=RolloutConfig(num_agent_workers=2))
 DEADLINE_S = 120
@@ -75,13 +76,13 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
         tokenizer_path=str(tiny_model),
         replicas=[ReplicaClient("r0", actor)],
         on_start=lambda name: partial(die_where, armed),
-        agent_loop=DeadlyLoop(),
+        load_loop=lambda config, tokenizer: DeadlyLoop(),
     )
     deadly = replace(make_prompt(7), text="deadly")
 
     async def process_of(prompt: Prompt, **attempt: Any) -> float:
-        found = await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt), on_open=[].append)
-        return found.trajectories[0].reward
+        messages = group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(**attempt))
+        return (await group_of(messages)).trajectories[0].reward
 
     async def processes() -> set[float]:
         return {await process_of(make_prompt(ordinal)) for ordinal in range(4)}
@@ -107,8 +108,8 @@ def test_workers_that_die_are_replaced_and_alone_only_one_dies(
 
         for attempt in (1, 2):
             await group.evaluate([make_prompt(9)], "r0", SamplingParams(), 1, attempt=attempt)
-        asked = await actor.asked.remote()
-        assert asked[-2:] == ["eval-9.1-0", "eval-9.2-0"] and {"7-0", "7.1-0", "7.2-0"} < set(asked)
+        names = await actor.asked.remote()
+        assert names[-2:] == ["eval-9.1-0", "eval-9.2-0"] and {"7-0", "7.1-0", "7.2-0"} < set(names)
 
     asyncio.run(main())
 
@@ -122,16 +123,13 @@ def test_a_worker_that_hangs_is_replaced_and_logs_where(ray_cluster: None, tiny_
         config=Config(rollout=RolloutConfig(agent_worker_timeout_s=2)),
         tokenizer_path=str(tiny_model),
         replicas=[ReplicaClient("r0", actor)],
-        on_start=output_to(tmp_path),
-        agent_loop=DeadlyLoop(),
+        on_start=set_up_in(tmp_path, RayConfig()),
+        load_loop=lambda config, tokenizer: DeadlyLoop(),
     )
 
     async def process_of(prompt: Prompt) -> float:
-        return (
-            (await group.run_group(prompt, "r0", SamplingParams(), 1, Attempt(), on_open=[].append))
-            .trajectories[0]
-            .reward
-        )
+        messages = group.run_group(prompt, "r0", SamplingParams(), 1, Attempt())
+        return (await group_of(messages)).trajectories[0].reward
 
     async def main() -> None:
         first = await process_of(make_prompt(3))
@@ -162,15 +160,15 @@ class OneIsSlow:
 def test_the_driver_hears_of_episodes_that_end_before_their_group(
     ray_cluster: None, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Also when the group runs alone."""
+    """Test a group in a shared worker and one that runs alone."""
     file = tmp_path / "goes_on"
     actor: Any = ray.remote(num_cpus=0)(Replica).remote()
     group = AgentWorkerGroup(
         config=Config(),
         tokenizer_path=str(tiny_model),
         replicas=[ReplicaClient("r0", actor)],
-        on_start=output_to(tmp_path),
-        agent_loop=OneIsSlow(file),
+        on_start=set_up_in(tmp_path, RayConfig()),
+        load_loop=lambda config, tokenizer: OneIsSlow(file),
     )
 
     async def main() -> None:
@@ -178,16 +176,15 @@ def test_the_driver_hears_of_episodes_that_end_before_their_group(
             file.unlink(missing_ok=True)
             told: list[int] = []
             attempt = Attempt(number=number, alone=alone)
-            running = asyncio.create_task(
-                group.run_group(make_prompt(7), "r0", SamplingParams(), 4, attempt, on_open=told.append)
-            )
             async with asyncio.timeout(DEADLINE_S):
-                while 1 not in told:
-                    await asyncio.sleep(0.05)
-                assert not running.done()
-                file.touch()
-                assert len((await running).trajectories) == 4
-            assert told == sorted(told, reverse=True) and told[-1] <= 1
+                async for message in group.run_group(make_prompt(7), "r0", SamplingParams(), 4, attempt):
+                    if isinstance(message, TrajectoryGroup):
+                        assert len(message.trajectories) == 4 and file.exists()
+                    elif isinstance(message, EpisodesOpen):
+                        told.append(message.count)
+                        if message.count == 1:
+                            file.touch()
+            assert told == sorted(told, reverse=True) and 1 in told
 
     asyncio.run(main())
 
@@ -219,7 +216,7 @@ def test_the_agent_loops_of_all_workers_are_closed_and_one_that_hangs_does_not_k
         tokenizer_path=str(tiny_model),
         replicas=[],
         on_start=lambda name: lambda: None,
-        agent_loop=NotesItsEnd(tmp_path),
+        load_loop=lambda config, tokenizer: NotesItsEnd(tmp_path),
     )
 
     async def main() -> None:

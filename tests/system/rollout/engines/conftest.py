@@ -11,7 +11,7 @@ from tests.support.engines import EngineHost, hosted
 
 @pytest.fixture
 def host(request: pytest.FixtureRequest) -> EngineHost:
-    """On a CPU's engine, and where a test asks for it by BOTH_SCHEDULERS also on one that schedules ahead."""
+    """Return a CPU's engine or, where a test asks for it by BOTH_SCHEDULERS, also one that schedules ahead."""
     return request.getfixturevalue(getattr(request, "param", "engine_host"))
 
 
@@ -51,7 +51,8 @@ def async_host(engine_spec: EngineSpec) -> Iterator[EngineHost]:
 
 @pytest.fixture(params=[True, False], ids=["labels-of-the-core", "counts-behind-the-barrier"])
 def native(host: EngineHost, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Who says which version sampled a token: vLLM itself (0.32 and later), or our counts, which older ones need."""
+    """Choose whose labels tell the version of a token: vLLM's own (0.32 and later), or our counts, which older ones
+    need."""
     from rollout.engines.vllm import client as gated_llm
 
     if request.param and not gated_llm.HAS_NATIVE_VERSIONS:

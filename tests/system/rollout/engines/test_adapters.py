@@ -33,10 +33,10 @@ def adapter_host(engine_spec: EngineSpec) -> Iterator[EngineHost]:
 def test_before_the_first_update_it_serves_the_weights_that_it_loaded(adapter_host: EngineHost) -> None:
     ids = prompt(1, 40)
     adapter_host.run(adapter_host.engine.tag_loaded(0))
-    found = adapter_host.run(adapter_host.engine.generate(request(ids, max_tokens=20)))
+    completion = adapter_host.run(adapter_host.engine.generate(request(ids, max_tokens=20)))
     loaded = merged_weights(adapter_host.model_path, {})
-    expected = reference_logprobs(adapter_host, loaded, [*ids, *found.token_ids.tolist()], start=40)
-    np.testing.assert_allclose(found.logprobs, expected, atol=3e-5)
+    expected = reference_logprobs(adapter_host, loaded, [*ids, *completion.token_ids.tolist()], start=40)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
 
 
 def test_requests_in_flight_change_the_adapter_between_two_tokens_and_each_logprob_is_of_its_version(
@@ -76,11 +76,11 @@ def test_a_new_request_reads_no_cache_of_the_last_adapter(adapter_host: EngineHo
     own = {version: factors(path, version) for version in (20, 21)}
 
     async def scenario() -> list[Completion]:
-        found = []
+        completions = []
         for version in own:
             await update_adapter(host.engine, own[version], version)
-            found += [await host.engine.generate(request(ids, max_tokens=5)) for _ in range(2)]
-        return found
+            completions += [await host.engine.generate(request(ids, max_tokens=5)) for _ in range(2)]
+        return completions
 
     completions = host.run(scenario())
     assert [completion.cached_tokens > 0 for completion in completions] == [False, True, False, True]
@@ -88,7 +88,7 @@ def test_a_new_request_reads_no_cache_of_the_last_adapter(adapter_host: EngineHo
         assert_logprobs(
             completion,
             logprobs_of_spans(
-                path, {version: merged_weights(path, one) for version, one in own.items()}, ids, completion
+                path, {version: merged_weights(path, weights) for version, weights in own.items()}, ids, completion
             ),
         )
 
@@ -110,9 +110,9 @@ def test_what_is_refused_leaves_the_adapter_that_is_live(adapter_host: EngineHos
         await refused(published(weights | own, 31), f"{of_itself} model.* is none")
         await refused(published(own | a_stray, 31), "vLLM has no LoRA layer for model.layers.9.mlp.up_proj")
         await refused(published(factors(path, 31, rank=9), 31), "staging failed: RuntimeError: The size of tensor")
-        found = await host.engine.generate(request(ids, max_tokens=20))
+        answer = await host.engine.generate(request(ids, max_tokens=20))
         await update_adapter(host.engine, factors(path, 32), 32)
-        return found
+        return answer
 
     completion = host.run(scenario())
     release()

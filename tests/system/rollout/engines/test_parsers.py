@@ -9,13 +9,15 @@ import pytest
 
 from configs.schema import Config
 from configs.validate import ConfigError
+from rollout.chat.messages import Message, ToolSpec
 from rollout.engines.vllm.parsers import VllmParser
 from rollout.sessions.harness import Connection, HarnessTask
-from rollout.sessions.messages import Message, ToolSpec
-from scripts.launch.preview import check_parsers
+from scripts.plan.preview import check_parsers
 from tests.support.chat_models import chat_tokenizer
 from tests.support.compose import changed
 from tests.support.harnesses import Policy, run_one
+
+pytestmark = pytest.mark.slow
 
 TOOL = ToolSpec(name="calculator", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
 HERMES = '<tool_call>\n{"name": "calculator", "arguments": {"a": 1}}\n</tool_call>'

@@ -29,7 +29,7 @@ def replica_of(host: EngineHost) -> RolloutReplica:
 
 @asynccontextmanager
 async def streaming(llm: Any) -> AsyncIterator[list[int]]:
-    """How many tokens each of some clients has received. When a request ends, its client sends the next one."""
+    """Count the tokens that each of some clients receives. When a request ends, its client sends the next one."""
     counts = [0] * NUM_STREAMS
     params = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
@@ -70,8 +70,8 @@ def test_no_token_arrives_after_a_pause_has_returned(host: EngineHost, num_pause
 
 
 async def pause_of_a_story(host: EngineHost) -> tuple[list[float], int]:
-    """As vLLM's own example of pausing offline: a client pauses after the fifth token. Returns when each token came,
-    and how many had come when the pause returned."""
+    """Pause after the fifth token, as vLLM's own offline example does. Return when each token came, and how many had
+    come when the pause returned."""
     replica, times, fifth = replica_of(host), [], asyncio.Event()
 
     async def generate() -> None:

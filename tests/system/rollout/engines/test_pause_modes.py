@@ -39,11 +39,11 @@ def requests(count: int, max_tokens: int = TOKENS) -> list[GenerationRequest]:
     return [request(prompt(index, 20 + index), max_tokens=max_tokens) for index in range(count)]
 
 
-def generating(replica: RolloutReplica, asked: list[GenerationRequest]) -> list[asyncio.Task[Completion]]:
+def generating(replica: RolloutReplica, sent: list[GenerationRequest]) -> list[asyncio.Task[Completion]]:
     async def one(request: GenerationRequest) -> Completion:
         return (await replica.generate_group([request]))[0]
 
-    return [asyncio.create_task(one(request)) for request in asked]
+    return [asyncio.create_task(one(request)) for request in sent]
 
 
 def check_begins_as(part: Completion, whole: Completion) -> None:
@@ -56,7 +56,7 @@ def check_begins_as(part: Completion, whole: Completion) -> None:
 
 @BOTH_SCHEDULERS
 def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -> None:
-    """After an update in their midst, so that each has tokens of two versions; those without a seat have none."""
+    """An update came in their midst, so that each has tokens of two versions; those without a seat have none."""
     weights = random_weights(host.model_path, 200)
 
     async def scenario() -> tuple[list[Completion], list[Completion], Completion]:
@@ -92,21 +92,21 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
 
 
 def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: EngineHost) -> None:
-    """weight_sync.pause_mode=abort, the same weights pushed twice; more requests than seats, and a client that aborts
-    one of them between the updates."""
+    """The same weights are pushed twice with weight_sync.pause_mode=abort. There are more requests than seats, and a
+    client aborts one of them between the updates."""
     weights = random_weights(host.model_path, 220)
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
         replica = await make_replica(host, weights, 220, PauseMode.abort)
         calm = await replica.generate_group(requests(MAX_NUM_SEQS))
         before = await replica.stats()
-        asked = [*requests(MAX_NUM_SEQS), *requests(2)]
-        tasks = generating(replica, asked)
+        sent = [*requests(MAX_NUM_SEQS), *requests(2)]
+        tasks = generating(replica, sent)
         await host.every_one_has(MAX_NUM_SEQS, 20)
         await push(replica, weights, 221)
         # Each part counts from 0. Its client knows a request by the name it gave it, whatever part of it runs.
         await host.every_one_has(MAX_NUM_SEQS, 30)
-        name = str(asked[3].request_id)
+        name = str(sent[3].request_id)
         assert await replica.abort([name]) == [name]
         assert (await tasks[3]).finish_reason == "abort"
         await until(lambda: host.engine.gauges()["waiting_requests"] == 1)
@@ -115,8 +115,8 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         completions = await asyncio.gather(*tasks)
         stats = await replica.stats()
         assert stats["continued"] - before["continued"] == 2 * MAX_NUM_SEQS, "each that ran, at each update"
-        assert stats["engine_requests"] - before["engine_requests"] == len(asked) + 2 * MAX_NUM_SEQS
-        assert stats["trajectories"] - before["trajectories"] == len(asked)
+        assert stats["engine_requests"] - before["engine_requests"] == len(sent) + 2 * MAX_NUM_SEQS
+        assert stats["trajectories"] - before["trajectories"] == len(sent)
         return calm, completions
 
     calm, completions = host.run(scenario())

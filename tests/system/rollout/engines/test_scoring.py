@@ -19,8 +19,8 @@ def test_logprobs_of_given_tokens_are_those_of_the_weights(host: EngineHost) -> 
     async def scenario() -> list[np.ndarray]:
         await update(host.engine, weights, VERSION)
         before = await host.engine.generate(request(tokens[5], temperature=0.7, max_tokens=3))
-        others = [host.engine.generate(request(one, temperature=0.7, max_tokens=20)) for one in tokens[:7]]
-        scores = [host.engine.score(np.array(one, np.int32), f"score-{n}") for n, one in enumerate(tokens)]
+        others = [host.engine.generate(request(ids, temperature=0.7, max_tokens=20)) for ids in tokens[:7]]
+        scores = [host.engine.score(np.array(ids, np.int32), f"score-{n}") for n, ids in enumerate(tokens)]
         running = asyncio.gather(*others, *scores)
         await asyncio.sleep(0.05)
         await pause(host.engine)
@@ -28,6 +28,6 @@ def test_logprobs_of_given_tokens_are_those_of_the_weights(host: EngineHost) -> 
         assert before.num_tokens == 3
         return (await running)[7:]
 
-    for ids, found in zip(tokens, host.run(scenario()), strict=True):
-        assert found.dtype == np.float32 and len(found) == len(ids) - 1
-        np.testing.assert_allclose(found, reference_logprobs(host, weights, list(ids), start=1), atol=3e-5)
+    for ids, logprobs in zip(tokens, host.run(scenario()), strict=True):
+        assert logprobs.dtype == np.float32 and len(logprobs) == len(ids) - 1
+        np.testing.assert_allclose(logprobs, reference_logprobs(host, weights, list(ids), start=1), atol=3e-5)

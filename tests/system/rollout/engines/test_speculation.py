@@ -14,6 +14,8 @@ from tests.support.adapters import assert_logprobs, distributions_of_spans, logp
 from tests.support.engines import EngineHost, assert_tokens_equal_tags, hosted, prompt, request, update
 from tests.support.weights import FIRST_TOKEN, emitting_weights, random_weights
 
+pytestmark = pytest.mark.slow
+
 COLD, ATOL = 0.2, 2e-4
 """A temperature at which random weights repeat themselves. It makes errors of logits five times as large."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -38,7 +40,7 @@ def test_tags_are_exact_where_a_step_samples_several_tokens(drafting_host: Engin
     async def scenario() -> list[Completion]:
         await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN), 0)
         requests = [request(prompt(index, 30), max_tokens=900) for index in range(8)]
-        tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
+        tasks = [asyncio.create_task(host.engine.generate(each)) for each in requests]
         for version in range(1, 5):
             await host.every_one_has(8, 150 * version)
             await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN + version), version)
@@ -59,15 +61,15 @@ def test_tags_are_exact_where_a_step_samples_several_tokens(drafting_host: Engin
 def test_logprobs_are_the_models_at_the_temperature_whatever_was_drafted(
     drafting_host: EngineHost, top_p: float
 ) -> None:
-    """Over two updates, with the KV cache of rejected drafts in between, held against plain forwards."""
+    """Two updates come meanwhile, with the KV cache of rejected drafts in between; plain forwards are the truth."""
     host, path, first = drafting_host, drafting_host.model_path, 100 if top_p == 1 else 200
     weights = {first + index: random_weights(path, first + index) for index in range(3)}
     prompts = [prompt(first + index, 8) * 6 for index in range(6)]
 
     async def scenario() -> list[Completion]:
         await update(host.engine, weights[first], first)
-        asked = [request(ids, max_tokens=900, temperature=COLD, top_p=top_p) for ids in prompts]
-        tasks = [asyncio.create_task(host.engine.generate(one)) for one in asked]
+        sent = [request(ids, max_tokens=900, temperature=COLD, top_p=top_p) for ids in prompts]
+        tasks = [asyncio.create_task(host.engine.generate(each)) for each in sent]
         for number in (1, 2):
             await host.every_one_has(6, 40 * number)
             await update(host.engine, weights[first + number], first + number)
@@ -93,8 +95,8 @@ def test_logprobs_are_the_models_at_the_temperature_whatever_was_drafted(
 
 
 class Surprise:
-    """How often a token is the one that followed its predecessor the last time, which is what n-grams draft, against
-    how often it should be, in standard deviations."""
+    """A count of tokens that follow their predecessor as the last time, which is what n-grams draft, against how
+    often they should, in standard deviations."""
 
     def __init__(self) -> None:
         self.excess = self.variance = 0.0
@@ -119,7 +121,7 @@ def test_greedy_answers_are_the_most_likely_tokens(drafting_host: EngineHost) ->
     weights = random_weights(path, 300)
     host.run(update(host.engine, weights, 300))
     before = drafts(host)
-    found = host.run(host.engine.generate(request(ids, max_tokens=200)))
+    completion = host.run(host.engine.generate(request(ids, max_tokens=200)))
     assert drafts(host)[1] > before[1]
-    cold = logprobs_of_spans(path, {300: weights}, ids, found, temperature=1e-3)
+    cold = logprobs_of_spans(path, {300: weights}, ids, completion, temperature=1e-3)
     assert np.exp(cold).min() > 0.49, "no other token is more likely"

@@ -13,9 +13,11 @@ from rollout.types import Completion, VersionSpan
 from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, prompt, request, update
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 400
 versions = iter(range(222, 254))
-"""Those whose tokens are whole characters, several in each."""
+"""Versions whose tokens are whole characters, several in each."""
 
 
 def serve(host: EngineHost, version: int) -> None:
@@ -23,7 +25,7 @@ def serve(host: EngineHost, version: int) -> None:
 
 
 def token(version: int) -> int:
-    """What version `version` samples, always."""
+    """Return the token that version `version` always samples."""
     return FIRST_TOKEN + version
 
 
@@ -33,13 +35,13 @@ def text(host: EngineHost, *token_ids: int) -> str:
 
 def ask(host: EngineHost, sampled: Sequence[int] = (), **sampling: object) -> Completion:
     """`sampled`: the tokens of earlier parts."""
-    asked = request((*prompt(3, 20), *sampled), **{"max_tokens": LIMIT} | sampling)
-    return host.run(host.engine.generate(replace(asked, num_sampled=len(sampled))))
+    sent = request((*prompt(3, 20), *sampled), **{"max_tokens": LIMIT} | sampling)
+    return host.run(host.engine.generate(replace(sent, num_sampled=len(sampled))))
 
 
 @BOTH_SCHEDULERS
 def test_the_response_ends_with_the_token_that_completes_a_stop_string(host: EngineHost, native: bool) -> None:
-    """Also one that begins within a token. The sampled tokens are all there, with their logprobs and versions."""
+    """The stop string begins within a token. The sampled tokens are all there, with their logprobs and versions."""
     version = next(versions)
     serve(host, version)
     own = text(host, token(version))
@@ -58,7 +60,7 @@ def test_a_stop_string_that_began_before_an_update_stops_after_it(
 ) -> None:
     """The weights change between two of its tokens: the request is frozen, or aborted and continued as another part."""
     first, second = next(versions), next(versions)
-    asked = request(prompt(4, 20), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
+    sent = request(prompt(4, 20), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
 
     async def push(replica: RolloutReplica, version: int) -> None:
         manifest = publish(emitting_weights(host.model_path, token(version)), version)
@@ -69,7 +71,7 @@ def test_a_stop_string_that_began_before_an_update_stops_after_it(
     async def scenario() -> Completion:
         replica = RolloutReplica("replica-0", host.engine, WeightSyncConfig(pause_mode=mode))
         await push(replica, first)
-        generating = asyncio.create_task(replica.generate_group([asked]))
+        generating = asyncio.create_task(replica.generate_group([sent]))
         await host.every_one_has(1, 5)
         await push(replica, second)
         return (await generating)[0]
@@ -97,8 +99,8 @@ def test_a_stop_string_in_the_prompt_stops_nothing(engine_host: EngineHost) -> N
     version = next(versions)
     serve(engine_host, version)
     own = token(version)
-    asked = request((*prompt(3, 20), own, own), max_tokens=LIMIT, stop=(text(engine_host, own) * 3,))
-    assert engine_host.run(engine_host.engine.generate(asked)).num_tokens == 3
+    sent = request((*prompt(3, 20), own, own), max_tokens=LIMIT, stop=(text(engine_host, own) * 3,))
+    assert engine_host.run(engine_host.engine.generate(sent)).num_tokens == 3
 
 
 def test_a_part_may_end_within_a_character(engine_host: EngineHost) -> None:

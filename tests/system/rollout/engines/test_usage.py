@@ -1,4 +1,4 @@
-"""What a real engine says of the tokens it samples, whoever asked for them: by it a replica is known to be alive."""
+"""Counts of the tokens that a real engine samples, whoever asked for them: by them a replica is known to be alive."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ PROMPT: Any = {"prompt_token_ids": [5, 6, 7]}
 def test_every_token_of_a_client_is_counted_once_while_it_comes(
     engine_host: EngineHost, kind: RequestOutputKind
 ) -> None:
-    """As over HTTP: two samples, streamed or not."""
+    """The client asks for two samples, streamed or not, as one over HTTP does."""
     params = SamplingParams(n=2, max_tokens=600, ignore_eos=True, detokenize=False, output_kind=kind)
     engine = engine_host.engine
 
@@ -43,7 +43,7 @@ def test_every_token_of_a_client_is_counted_once_while_it_comes(
 
 
 def test_two_requests_may_have_one_id_and_are_aborted_by_it(engine_host: EngineHost) -> None:
-    """As of an HTTP client that sends its request again while the first is under way, with the same X-Request-Id."""
+    """An HTTP client sends its request again, with the same X-Request-Id, while the first is under way."""
     params = SamplingParams(max_tokens=900, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA)
     engine = engine_host.engine
 

@@ -52,8 +52,8 @@ async def under_updates(
 def num_preemptions() -> float:
     """Requests that an engine of this process, the one that measures itself, put out of the KV cache and back."""
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
-    (found,) = [sample.value for sample in samples if sample.name == "vllm:num_preemptions_total"]
-    return found
+    (total,) = [sample.value for sample in samples if sample.name == "vllm:num_preemptions_total"]
+    return total
 
 
 def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,14 +65,14 @@ def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monke
 
     async def scenario() -> list[Completion]:
         await update(host.engine, emitting_weights(host.model_path, FIRST_TOKEN), 0)
-        return await under_updates(host, range(1, 6), 0.15, *(host.engine.generate(one) for one in requests))
+        return await under_updates(host, range(1, 6), 0.15, *(host.engine.generate(each) for each in requests))
 
     preempted_before = num_preemptions()
     completions = host.run(scenario())
     for completion in completions:
         assert_tokens_equal_tags(completion)
     assert num_preemptions() > preempted_before
-    assert [len(completion.token_ids) for completion in completions] == [one.sampling.max_tokens for one in requests]
+    assert [len(completion.token_ids) for completion in completions] == [each.sampling.max_tokens for each in requests]
     assert any(len(completion.spans) > 1 for completion in completions)
     gauges = host.engine.gauges()
     assert gauges["restarted_requests"] > 0, "some were taken back and submitted again"
@@ -93,11 +93,11 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
         manifest = publish(new, 131)
         await host.engine.stage(manifest)
         requests = [request(ids, max_tokens=120) for ids in prompts]
-        tasks = [asyncio.create_task(host.engine.generate(one)) for one in requests]
+        tasks = [asyncio.create_task(host.engine.generate(each)) for each in requests]
         while not (counts := host.engine._llm.output_counts()) or not any(counts.values()):
             await asyncio.sleep(0)
         await pause(host.engine)
-        under_way = [index for index, one in enumerate(requests) if counts.get(str(one.request_id)) == 0]
+        under_way = [index for index, each in enumerate(requests) if counts.get(str(each.request_id)) == 0]
         await host.engine.swap(131)
         await resume(host.engine)
         release()
@@ -117,8 +117,8 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
 
 
 def test_recomputed_kv_is_of_the_new_weights_alone(host: EngineHost) -> None:
-    """in_flight_kv=recompute: tokens after the update are those of weights that saw the whole sequence. With the kept
-    KV of older weights they are not, which shows that the check can tell."""
+    """Tokens after an update with in_flight_kv=recompute are those of weights that saw the whole sequence. With the
+    kept KV of older weights they are not, which shows that the check can tell."""
     old, new = random_weights(host.model_path, 140), random_weights(host.model_path, 141)
     ids = prompt(140, 60)
     for version, clear_cache in ((140, True), (150, False)):

@@ -4,11 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from configs.schema import Config, RolloutConfig
 from rollout.fleet.fleet import ReplicaFleet
@@ -16,9 +16,9 @@ from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.types import Completion
 from scripts.launch.cluster import without_trainer
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.leaving_nodes import LeavingNodes
 from scripts.launch.placement import Placement
-from scripts.launch.replicas import start_replica
-from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, creating, no_redirect
+from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, make_starter, no_redirect
 from tests.support.fakes import make_request
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -51,16 +51,10 @@ class Scene:
         self.agents = NoAgents()
         self.fleet, control = make_fleet(CONFIG, replicas, lambda event: self.told.append(event.text))
         self.manager = CheckpointManager(Source(), self.fleet, CONFIG.weight_sync)
-        start = partial(
-            start_replica,
-            create=creating(no_redirect, Placement(without_trainer(CONFIG), "cpu")),
-            config=CONFIG,
-            spec=SPEC,
-            connect=self.agents.connect,
-            report=lambda event: self.told.append(event.text),
-        )
+        reserve = Placement(without_trainer(CONFIG), "cpu").reserve_replica
+        starter = make_starter(CONFIG, no_redirect, self.agents, self.told, reserve)
         self.monitor, self.operator = make_monitor_and_operator(
-            CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=start
+            CONFIG, fleet=self.fleet, control=control, catch_up=self.manager.catch_up, start=starter.start
         )
 
     async def until(self, what: Callable[[], bool]) -> None:
@@ -97,7 +91,7 @@ def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_rep
         async with running_scene() as scene:
             assert scene.states() == {"replica-0": "READY", "replica-1": "READY"}
             victim = next(node for node in nodes.list_all_nodes() if node is not nodes.head_node)
-            on_victim = [r.name for r in scene.fleet.running if r._node_id == victim.node_id]  # pyright: ignore
+            on_victim = [r.name for r in scene.fleet.running if r.place and r.place.node_id == victim.node_id]  # pyright: ignore
             (lost,) = on_victim
             nodes.remove_node(victim, allow_graceful=False)
             await scene.until(lambda: scene.states().get("replica-2") == "STARTING")
@@ -116,5 +110,25 @@ def test_a_node_that_leaves_takes_its_replicas_and_one_that_joins_gets_their_rep
                 assert set(completion.token_ids) == {3}, "of the current weights"
             gauges = scene.fleet.gauges()
             assert (gauges["rollout/replicas_lost"], gauges["rollout/replicas_replaced"]) == (1, 1)
+
+    asyncio.run(main())
+
+
+def test_a_replica_is_drained_before_its_node_leaves_and_its_replacement_serves_on_another(nodes: Cluster) -> None:
+    async def main() -> None:
+        async with running_scene() as scene:
+            first, second = scene.fleet.running
+            assert isinstance(first, ReplicaHandle) and first.place is not None
+            leaving = asyncio.create_task(LeavingNodes(operator=scene.operator).run())
+            reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # pyright: ignore
+            deadline_ms = int(1000 * (time.time() + 10 * DEADLINE_S))
+            gcs = ray._raylet.GcsClient(address=nodes.address)  # pyright: ignore
+            assert gcs.drain_node(first.place.node_id, reason, "spot", deadline_ms) == (True, "")
+            await scene.until(lambda: scene.states() == {second.name: "READY", "replica-2": "STARTING"})
+            assert str(scene.fleet.replicas[first.name].reason) == "drained"
+            nodes.add_node(num_cpus=1)
+            await scene.until(lambda: scene.states() == {second.name: "READY", "replica-2": "READY"})
+            assert scene.fleet.gauges()["rollout/replicas_lost"] == 0
+            leaving.cancel()
 
     asyncio.run(main())

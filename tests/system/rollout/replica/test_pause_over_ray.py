@@ -11,7 +11,6 @@ from rollout.errors import FleetPauseError
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaHandle, create_replica
-from rollout.router import ReplicaRouter
 from tests.support.actors import SPEC, SimulatedActor, no_redirect
 from tests.support.fakes import answer, make_request
 
@@ -23,9 +22,7 @@ TIMEOUT_S = 5
 def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(ray_cluster: None) -> None:
     replicas = [create_replica(f"replica-{index}", SPEC, no_redirect, SimulatedActor) for index in range(2)]
     stopped, other = replicas
-    fleet = FleetControl(
-        ReplicaFleet(replicas, ReplicaRouter([r.name for r in replicas], 8), 1, lambda _: None, serving=0)
-    )
+    fleet = FleetControl(ReplicaFleet(replicas, 8, 1, lambda _: None, serving=0))
 
     async def generates(replica: ReplicaHandle) -> bool:
         return answer((await replica.client.generate_group([make_request("one", 2)]))[0]) == (2, "stop")
@@ -33,7 +30,7 @@ def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(ray
     async def scenario() -> None:
         await asyncio.gather(*(replica.start(SPEC, WeightSyncConfig()) for replica in replicas))
         await asyncio.gather(*(replica.tag_loaded(0) for replica in replicas))
-        process = (await stopped.actor.place.remote())[2]
+        process = (await stopped.actor.place.remote()).pid
         os.kill(process, signal.SIGSTOP)
         try:
             async with asyncio.timeout(8 * TIMEOUT_S):

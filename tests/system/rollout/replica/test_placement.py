@@ -10,10 +10,9 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from configs.schema import Config
-from rollout.actor_group import PLACEMENTS
+from rollout.actors.supervisor import PLACEMENTS
 from rollout.replica.replica_group import ReplicaHandle
-from scripts.launch.replicas import start_replica
-from tests.support.actors import SPEC, NoAgents, creating
+from tests.support.actors import NoAgents, make_starter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -36,14 +35,7 @@ def start(prepare: Callable[[], None], told: list[str]) -> ReplicaHandle:
 
     async def scenario() -> ReplicaHandle:
         async with asyncio.timeout(60):
-            replica = await start_replica(
-                "replica-7",
-                create=creating(lambda name: prepare),
-                config=Config(),
-                spec=SPEC,
-                connect=agents.connect,
-                report=lambda event: told.append(event.text),
-            )
+            replica = await make_starter(Config(), lambda name: prepare, agents, told).start("replica-7")
         assert agents.connected == ["replica-7"]
         assert (await replica.status()).name == "replica-7"
         replica.kill()

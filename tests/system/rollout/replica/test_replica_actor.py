@@ -10,7 +10,6 @@ from rollout.engines.base import EngineSpec
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.request_ids import RequestId
-from rollout.router import ReplicaRouter
 from rollout.types import GenerationRequest, SamplingParams
 from tests.support.actors import no_redirect
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
@@ -47,7 +46,7 @@ def group(number: int) -> list[GenerationRequest]:
 
 
 def fleet_of(replica: ReplicaHandle) -> ReplicaFleet:
-    return ReplicaFleet([replica], ReplicaRouter([replica.name], 8), min_replicas=1, report=lambda text: None)
+    return ReplicaFleet([replica], 8, min_replicas=1, report=lambda text: None)
 
 
 async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
@@ -62,8 +61,8 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
     for version in range(1, 6):
         for control in (replica.stats(), replica.pause(PauseMode.keep), replica.status(), replica.resume()):
             await control
-            assert not all(one.done() for one in groups), f"{control.__name__} queued behind generations"
-            assert version > 1 or not any(one.done() for one in groups)
+            assert not all(group.done() for group in groups), f"{control.__name__} queued behind generations"
+            assert version > 1 or not any(group.done() for group in groups)
         source.global_steps = version
         await manager.update_weights(version)
     completions = [completion for answers in await asyncio.gather(*groups) for completion in answers]

@@ -2,13 +2,12 @@
 
 import pytest
 
-from scripts.bench.asynchrony.limits import Job, limit_ratio, throughput_seconds, window_seconds
-from scripts.bench.asynchrony.simulated import run_job
 from scripts.bench.common import LogNormalLengths
+from scripts.bench.simulated_job import Job, limit_ratio, run_job, throughput_seconds, window_seconds
 
 
 def by_hand(*lengths: int, max_num_seqs: int = 8, train_s: float = 10.0) -> Job:
-    """One group of one response per step; a second per token; updates take no time."""
+    """Return a job of one group of one response per step; a second per token; updates take no time."""
     return Job(
         length_of=lambda ordinal, index: lengths[ordinal],
         num_steps=len(lengths),
@@ -23,12 +22,9 @@ def by_hand(*lengths: int, max_num_seqs: int = 8, train_s: float = 10.0) -> Job:
 
 
 def long_tailed(seed: int, num_steps: int = 12) -> Job:
-    """A quarter of the seats and of the responses of the benchmark's job, and shorter ones."""
+    """Return a job with a quarter of the seats and responses of the benchmark's, and shorter ones."""
     lengths = LogNormalLengths(mean=40, sigma=1.0, cap=400, seed=seed)
     return Job(length_of=lengths, num_steps=num_steps, prompts_per_step=4, max_num_seqs=16, train_s=0.4)
-
-
-# -- limits ------------------------------------------------------------------------------------------------------------
 
 
 def test_window_bound_by_hand() -> None:
@@ -55,9 +51,6 @@ def test_the_limit_is_the_tightest_bound() -> None:
     assert limit_ratio(job, 3) == 105 / 60
     assert limit_ratio(job, None) == 105 / 45
     assert limit_ratio(by_hand(5, 50, 5, 5, max_num_seqs=1), 3) == 105 / 75
-
-
-# -- the simulated job -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 3])

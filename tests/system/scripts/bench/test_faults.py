@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.bench.faults.simulated import LOOP_FAULTS, REPLICA_FAULTS, part_faults
+from scripts.bench.faults import LOOP_FAULTS, REPLICA_FAULTS, part_faults
 
 
 @pytest.mark.parametrize("fault", [*REPLICA_FAULTS, *LOOP_FAULTS])

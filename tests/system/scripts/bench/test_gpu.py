@@ -1,4 +1,4 @@
-"""The check for one GPU, dry: every part's code runs on a CPU, with a real engine, a real trainer and whole runs."""
+"""The check for one GPU as a dry run: the code of every part runs on a CPU, with real engines, trainers and runs."""
 
 import json
 import subprocess

@@ -23,13 +23,15 @@ def test_pause_and_keep_at_the_smallest_size() -> None:
         check=True,
         timeout=200,
     ).stdout
-    *_, pauses, keep, last = output.rstrip().split("\n\n")
+    # vLLM's processes log to the same stream.
+    lines = [line for line in output.rstrip().splitlines() if not line.startswith(("(MainProcess", "(EngineCore"))]
+    *_, pauses, keep, last = "\n".join(lines).split("\n\n")
     arms = [f"{place}, {transport}" for transport in ("shared_memory", "collective") for place in ("staged", "inside")]
     arms.append("adapter, shared_memory")
     assert [line.partition("  ")[0] for line in pauses.splitlines()[3:]] == arms
     assert [line.split()[0] for line in keep.splitlines()[3:]] == ["keep", "abort", "recompute"]
     results = json.loads(last)
-    measured = {f"{way}_{what}" for way in ("keep", "abort", "recompute") for what in ("tokens_per_s", "pause_ms")}
+    measured = {f"{way}_tokens_per_s" for way in ("keep", "abort", "recompute")}
     measured |= {"pause_ms_1m", "pause_over_floor", "publish_over_memcpy"}
     measured |= {"inside_over_staged", "inside_over_staged_shared_memory", "adapter_over_full"}
     assert all(results[name] > 0 for name in measured)

@@ -97,7 +97,7 @@ def test_a_replica_runs_where_it_was_reserved_and_gives_it_back() -> None:
         await placement.reserve()
         replica = create_replica("replica-0", spec, no_redirect, SimulatedActor, placement.replicas[0])
         await replica.placed()
-        assert [replica._node_id] == node_ids(placement.replicas[0])
+        assert [replica.place and replica.place.node_id] == node_ids(placement.replicas[0])
         replica.kill()
         assert placement_group_table(placement.replicas[0])["state"] == "REMOVED"
         assert node_ids(placement.replicas[0]) == []

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.agents.solver import TOOLBOX, TOOLS
+from rollout.chat.append_only import append_only
+from rollout.chat.messages import Message, Role
+from rollout.chat.render import Parent, Renderer
 from rollout.data.calculator import conversation
-from rollout.search.world import World
-from rollout.sessions.append_only import append_only
-from rollout.sessions.messages import Message, Role
-from rollout.sessions.render import Parent, Renderer
+from rollout.environments.search.world import World
+from rollout.environments.solver import TOOLBOX, TOOLS
 from scripts.launch import models
 from tests.support.compose import resolve
 from trainer.tiny import warmup
@@ -29,13 +29,6 @@ SPEC = WarmupSpec(seed=0, batch_size=8)
 
 def examples(repeats: int = 1):
     return tokenized_examples(SPEC.tokenizer(PAIRS), PAIRS) * repeats
-
-
-def test_warm_up_lowers_the_loss():
-    losses = list(warm_up(build_model(448, seed=0), examples(repeats=8)[: 30 * 16], batch_size=16, lr=2e-3))
-    assert [step for step, _ in losses] == list(range(1, 31))
-    assert losses[0][1] > 5.0
-    assert losses[-1][1] < 0.5 * losses[0][1]
 
 
 def test_the_first_loss_is_the_mean_over_answer_tokens_whatever_the_padding():
@@ -77,7 +70,7 @@ def test_a_chat_model_learns_what_the_assistant_says_from_the_tokens_of_a_sessio
 
 
 def test_a_searcher_ends_its_turns_with_tags_alone_and_a_name_has_two_tokens(tmp_path: Path):
-    """So each turn ends where a stop string ends it, and names that were never seen are made of known pieces."""
+    """Each turn ends where a stop string ends it, and names that were never seen are made of known pieces."""
     config = resolve("recipe=search_world", "model.hidden_size=32", "model.warmup_steps=60")
     tokenizer = AutoTokenizer.from_pretrained(models.untrained_tiny_model(config, tmp_path / "untrained"))
     texts = (
@@ -108,7 +101,7 @@ def test_a_warm_model_is_made_once_and_then_found(tmp_path: Path):
 def test_engines_start_on_the_shape_and_the_tokenizer_of_the_warm_model(tmp_path: Path):
     config = resolve(
         *("model=small", "model.hidden_size=32", "model.num_layers=3", "data.prompt_template='{Q} {question} A: '"),
-        *("model.warmup_steps=2", f"model.cache_dir={tmp_path}/cache"),
+        *("model.num_experts=4", "model.warmup_steps=2", f"model.cache_dir={tmp_path}/cache"),
     )
     [warm] = models.warm_tiny_model(config)
     untrained = models.untrained_tiny_model(config, tmp_path / "untrained")
@@ -117,6 +110,7 @@ def test_engines_start_on_the_shape_and_the_tokenizer_of_the_warm_model(tmp_path
         for folder in (warm, untrained)
     ]
     assert shapes[0] == shapes[1] and shapes[0]["model.layers.2.input_layernorm.weight"] == (32,)
+    assert shapes[0]["model.layers.2.mlp.gate.weight"] == (4, 32)
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (warm, untrained)]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert len(tokenizers[0]("{Q} Tom A: ")["input_ids"]) == 7, "the template's words are tokens, the spaces too"

@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.paths import ROOT
 from tests.support.wandb_server import API_KEY, ENTITY, WandbServer, wandb_server
 from trainer.tracking.metric_list import SECTIONS
 from trainer.tracking.samples import HISTOGRAMS
+
+pytestmark = pytest.mark.slow
 
 RUN = """
 import logging, sys

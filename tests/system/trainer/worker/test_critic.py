@@ -34,13 +34,6 @@ def test_value_loss_by_hand(
     assert is_clipped.tolist() == [clipped]
 
 
-def test_value_loss_is_differentiable_as_it_says() -> None:
-    generator = torch.Generator().manual_seed(0)
-    old, returns, noise = torch.randn(3, 20, generator=generator, dtype=torch.float64)
-    values = (old + noise).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, returns, 0.5)[0], values)
-
-
 def test_nan_is_not_hidden_by_the_clip() -> None:
     loss, _ = clipped_value_loss(torch.tensor([math.nan]), torch.zeros(1), torch.zeros(1), 0.5)
     assert loss.isnan().all()
@@ -48,7 +41,8 @@ def test_nan_is_not_hidden_by_the_clip() -> None:
 
 @pytest.mark.parametrize("layout", Layout)
 def test_values_are_read_where_each_token_was_sampled(layout: Layout) -> None:
-    """Of plain float64 forwards, one sequence at a time: the hidden state before each token, times the head."""
+    """The expected values are of plain float64 forwards, one sequence at a time: the hidden state before each token,
+    times the head."""
     causal_lm = build_model(VOCAB_SIZE, seed=0)
     groups = branched_groups(double(causal_lm), seed=3, num_groups=2)
     model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)

@@ -1,4 +1,4 @@
-"""What train workers load is what transformers loads, row by row, and a rank takes memory for its rows only."""
+"""Train workers load what transformers loads, row by row, and a rank takes memory for its rows only."""
 
 import json
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from configs.schema import AlgorithmConfig, Config, DType, TrainerConfig
 from configs.validate import ConfigError
 from tests.support.families import FAMILIES, loaded, random_model
 from tests.support.loaded_ranks import Held, LoadJob, load_on_ranks
-from trainer.worker.checksum import base_checksum, checksum_of
+from trainer.worker.checksum import base_checksum, combine_sums
 from trainer.worker.loading import allocate, open_causal_lm
 from trainer.worker.lora import add_adapters, draw_factors
+
+pytestmark = pytest.mark.slow
 
 MIB = 2**20
 WITH_ALL = Config(algorithm=AlgorithmConfig(advantage="gae", kl_loss_coef=0.1))
@@ -65,7 +67,7 @@ def test_files_of_every_kind(given: dict[str, Any], tmp_path: Path) -> None:
     for name, parameter in causal_lm.named_parameters():
         assert torch.equal(parameter, expected[name]) and parameter.dtype == torch.float32, name
     assert causal_lm.lm_head.weight is causal_lm.model.embed_tokens.weight
-    assert checksum_of(sums) == base_checksum(by_transformers(tmp_path))
+    assert combine_sums(sums) == base_checksum(by_transformers(tmp_path))
 
 
 def changed_files(path: Path, tensors: dict[str, torch.Tensor | None]) -> None:
@@ -118,7 +120,8 @@ def large(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def loads(folder: Path) -> dict[tuple[str, int], list[Held]]:
-    """By model and number of ranks: small models of every kind with reference and critic, and one with an adapter."""
+    """Load by model and number of ranks: small models of every kind with reference and critic, and one with an
+    adapter."""
     for family in FEW_ROWS:
         random_model(family).save_pretrained(folder / family)
     jobs = {
@@ -170,7 +173,8 @@ def test_an_adapter_and_its_base_do_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_rank_takes_memory_for_its_rows_only(num_ranks: int, large: Path, tmp_path: Path) -> None:
-    """And for what one parameter takes while it is read. A small model is loaded before, for all that is imported."""
+    """The rest is what one parameter takes while it is read. A small model is loaded before, for all that is
+    imported."""
     random_model("qwen3").save_pretrained(tmp_path / "small")
     jobs = [LoadJob(Config(), model, num_ranks) for model in (tmp_path / "small", large)]
     _, held = load_on_ranks(jobs, num_ranks, tmp_path, TIMEOUT_S)

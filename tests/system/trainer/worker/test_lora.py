@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,12 +17,13 @@ from transformers import AutoModelForCausalLM
 from configs.model import LoraConfig, LoraServing
 from configs.schema import AlgorithmConfig, Config, DType, Layout, ModelConfig, RolloutConfig, TrainerConfig
 from configs.trainer import GradientCheckpointing
-from rollout.types import FloatArray, TrajectoryGroup
+from rollout.types import TrajectoryGroup
 from tests.support import batches, worker_runs
 from tests.support.fakes import make_order
-from tests.support.reference import VOCAB_SIZE, double, grpo_loss, random_groups
+from tests.support.reference import VOCAB_SIZE, double, grpo_loss, random_groups, sampled_logprobs
 from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, pack, run_worker
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
+from trainer.learning_rate import num_warmup_steps
 from trainer.tiny.model import build_model, build_tokenizer
 from trainer.worker.export import export_adapter, export_hf
 from trainer.worker.lora import add_adapters, draw_factors
@@ -31,7 +31,7 @@ from trainer.worker.state import policy_weights
 from trainer.worker.worker import TrainWorker
 from weight_sync.adapter import PREFIX, factor_names, merged, published_name
 
-pytestmark = pytest.mark.usefixtures("process_as_it_was")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
 TIMEOUT_S = 60.0
 NUM_STEPS = 4
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -59,26 +59,21 @@ def scored(steps: Sequence[Sequence[TrajectoryGroup]], num_ranks: int) -> Any:
     """Batches with the logprobs of the first policy, by plain forwards."""
     first = build_model(VOCAB_SIZE, seed=0)
     return [
-        batches.pack(groups, Layout.packed, num_ranks, 48, keep_idle=True, reference_logprobs=of_first(first, groups))
+        batches.pack(
+            groups,
+            Layout.packed,
+            num_ranks,
+            48,
+            keep_idle=True,
+            reference_logprobs=sampled_logprobs(first, groups, 0.8),
+        )
         for groups in steps
     ]
 
 
-def of_first(model: Any, groups: Sequence[TrajectoryGroup]) -> FloatArray:
-    """[T]: logprobs of the sampled tokens, by plain forwards."""
-    logprobs: list[Tensor] = []
-    for sequence in (s for group in groups for trajectory in group.trajectories for s in trajectory.sequences):
-        ids, start = torch.from_numpy(sequence.token_ids.astype(np.int64)), len(sequence.prompt_ids)
-        with torch.no_grad():
-            log_probs = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.8).log_softmax(-1)[start - 1 : -1]
-        mask = torch.from_numpy(sequence.loss_mask)
-        logprobs.append(log_probs[torch.arange(len(log_probs)), ids[start:]][mask])
-    return torch.cat(logprobs).float().numpy()
-
-
 @pytest.fixture(scope="module")
 def runs(process_as_it_was: None, folder: Path, steps: list[list[TrajectoryGroup]]) -> dict[str, Outcome]:
-    """On one rank and on two, saved while they go on and resumed from each other; and with dropout."""
+    """Run on one rank and on two, saved while they go on and resumed from each other; and with dropout."""
     build_model(VOCAB_SIZE, seed=0).save_pretrained(folder / "model")
     alone, both = (Job(CONFIG, str(folder / "model"), scored(steps, ranks)) for ranks in (1, 2))
     dropping = replace(alone, config=DROPPING)
@@ -104,12 +99,12 @@ def plain_run(steps: Sequence[Sequence[TrajectoryGroup]]) -> tuple[list[float], 
         adamw.zero_grad()
         grpo_loss(model, groups, CONFIG, double(first)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(factors.values(), trainer.max_grad_norm).item())
-        adamw.param_groups[0]["lr"] = trainer.lr * min(1.0, (step + 1) / trainer.lr_warmup_steps)
+        adamw.param_groups[0]["lr"] = trainer.lr * min(1.0, (step + 1) / num_warmup_steps(trainer))
         adamw.step()
     return norms, {published_name(name): factor.detach() for name, factor in factors.items()}
 
 
-def adapter_of(found: Outcome) -> dict[str, Tensor]:
+def read_adapter(found: Outcome) -> dict[str, Tensor]:
     return {name: weight for name, weight in found.weights.items() if name.startswith(PREFIX)}
 
 
@@ -119,7 +114,7 @@ def test_one_rank_and_two_are_the_plain_trainer_and_the_base_stays(
 ) -> None:
     norms, factors = plain_run(steps)
     assert [metrics["actor/grad_norm"] for metrics in runs[name].metrics] == pytest.approx(norms, rel=1e-4)
-    found = adapter_of(runs[name])
+    found = read_adapter(runs[name])
     assert found.keys() == factors.keys()
     for factor, expected in factors.items():
         assert (found[factor].double() - expected).norm() < 1e-4 * expected.norm(), factor
@@ -130,8 +125,8 @@ def test_one_rank_and_two_are_the_plain_trainer_and_the_base_stays(
 def test_the_reference_is_the_model_with_its_adapters_off(
     runs: dict[str, Outcome], folder: Path, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    """After four steps, and no second model is there."""
-    expected = of_first(double(build_model(VOCAB_SIZE, seed=0)), steps[-1])
+    """The reference is asked after four steps, and no second model is there."""
+    expected = sampled_logprobs(double(build_model(VOCAB_SIZE, seed=0)), steps[-1], 0.8)
     for name in ("one", "two"):
         assert runs[name].scores.keys() == {"reference_logprobs", "kl"}
         assert runs[name].scores["reference_logprobs"] == pytest.approx(expected, abs=1e-5)
@@ -146,19 +141,19 @@ def test_the_reference_is_the_model_with_its_adapters_off(
 def test_a_resumed_run_goes_on_where_it_was(whole: str, resumed: str, runs: dict[str, Outcome]) -> None:
     norms = [metrics["actor/grad_norm"] for metrics in runs[whole].metrics[SAVED_AT:]]
     assert [metrics["actor/grad_norm"] for metrics in runs[resumed].metrics] == pytest.approx(norms, rel=1e-4)
-    for name, factor in adapter_of(runs[whole]).items():
-        torch.testing.assert_close(adapter_of(runs[resumed])[name], factor, rtol=0, atol=1e-5)
+    for name, factor in read_adapter(runs[whole]).items():
+        torch.testing.assert_close(read_adapter(runs[resumed])[name], factor, rtol=0, atol=1e-5)
 
 
 def test_what_is_dropped_is_the_same_when_a_step_is_taken_again(runs: dict[str, Outcome]) -> None:
-    whole, resumed = adapter_of(runs["dropping"]), adapter_of(runs["dropping resumed"])
+    whole, resumed = read_adapter(runs["dropping"]), read_adapter(runs["dropping resumed"])
     assert all(torch.equal(resumed[name], factor) for name, factor in whole.items())
-    assert not all(torch.allclose(factor, adapter_of(runs["one"])[name]) for name, factor in whole.items())
+    assert not all(torch.allclose(factor, read_adapter(runs["one"])[name]) for name, factor in whole.items())
 
 
 def test_a_checkpoint_holds_the_factors_and_their_moments_only(folder: Path, runs: dict[str, Outcome]) -> None:
     weights = policy_weights(folder / "by_two")
-    assert {published_name(name) for name in weights} == adapter_of(runs["two"]).keys()
+    assert {published_name(name) for name in weights} == read_adapter(runs["two"]).keys()
     saved = FileSystemReader(folder / "by_two").read_metadata().state_dict_metadata
     of_policy = {name for name, entry in saved.items() if name.startswith("policy.") and is_matrix(entry)}
     assert len(of_policy) == 3 * len(weights) and all(".lora_" in name for name in of_policy)
@@ -221,7 +216,7 @@ def test_the_base_travels_to_nobody_who_has_weights_of_its_own(folder: Path, run
 
 @pytest.fixture(scope="module")
 def checkpoint(runs: dict[str, Outcome], folder: Path) -> Checkpoint:
-    """That of the run on two ranks, as it lies on disk."""
+    """Return the checkpoint of the run on two ranks, as it lies on disk."""
     store = CheckpointStore(folder / "checkpoints")
     aside = store.begin(SAVED_AT)
     shutil.copytree(folder / "by_two", aside / "train")

@@ -23,14 +23,22 @@ from tests.support.reference import (
     advantages_of,
     branched_groups,
     double,
-    loss_mask_of,
     random_groups,
-    sequence_logprobs,
+    sampled_logprobs,
 )
-from tests.support.worker_runs import Inbox, Job, Outcome, Weights, one_rank, run_worker
+from tests.support.worker_runs import (
+    Inbox,
+    Job,
+    Outcome,
+    Weights,
+    assert_same_metrics,
+    assert_same_weights,
+    one_rank,
+    run_worker,
+)
 from trainer.advantages.credit import keeps_idle
 from trainer.batch import StepBatch
-from trainer.metrics import merge_metrics, to_floats
+from trainer.metrics import to_floats
 from trainer.mini_batches import mini_batched, owning_groups, split
 from trainer.tiny.model import build_model
 from trainer.tokens import TokenSignals
@@ -58,7 +66,6 @@ KL = replace(
     algorithm=replace(CURRENT.algorithm, kl_loss_coef=0.2, entropy_coef=0.05),
     trainer=replace(CONFIG.trainer, lr=1e-3),  # with more, the estimate of the KL reaches its limit
 )
-ONCE = replace(CONFIG, trainer=replace(CONFIG.trainer, mini_batches=1, epochs=1))
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +77,10 @@ def steps() -> list[list[TrajectoryGroup]]:
 
 
 def signals(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
-    """With the logprobs of the first policy, the reference."""
+    """Return the step's signals, with the logprobs of the first policy, the reference."""
     tokens = learning(groups, [np.array(advantages_of(group), np.float32) for group in groups])
-    reference = double(build_model(VOCAB_SIZE, seed=0))
-    known = [
-        sequence_logprobs(reference, trajectory, 0.8)[0].detach().numpy()[loss_mask_of(trajectory).numpy()]
-        for group in groups
-        for trajectory in group.trajectories
-    ]
-    return replace(tokens, reference_logprobs=np.concatenate(known).astype(np.float32))
+    first = double(build_model(VOCAB_SIZE, seed=0))
+    return replace(tokens, reference_logprobs=sampled_logprobs(first, groups, 0.8))
 
 
 def batched(
@@ -109,14 +111,9 @@ def by_hand(steps: Sequence[Sequence[TrajectoryGroup]], config: Config) -> Outco
     return Outcome(metrics, {name: parameter.detach() for name, parameter in plain.model.named_parameters()})
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-3) -> None:
-    for key in ("actor/pg_loss", "actor/grad_norm"):
-        values = [metrics[key] for metrics in found.metrics]
-        assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-6), key
-    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
-        moved = expected.weights[name].double() - untrained.detach().double()
-        error = found.weights[name].double() - expected.weights[name].double()
-        assert error.norm() < tolerance * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    assert_same_metrics(found, expected, "actor/pg_loss", "actor/grad_norm", tolerance=1e-3, floor=1e-6)
+    assert_same_weights(found.weights, expected.weights)
 
 
 @pytest.fixture(scope="module")
@@ -150,52 +147,14 @@ def test_kl_and_entropy_are_divided_by_what_a_mini_batch_holds_too(
 ) -> None:
     """Solved groups are computed for them, and pi leaves the reference from the second optimizer step on."""
     found = one_rank(Job(KL, model_path, batched(steps, KL, layout)))
-    weights = by_hand(steps, KL).weights
-    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
-        moved, error = weights[name].double() - untrained.detach().double(), found.weights[name] - weights[name]
-        assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+    assert_same_weights(found.weights, by_hand(steps, KL).weights)
     assert all(metrics["actor/kl_loss"] > 0 for metrics in found.metrics)
-
-
-def test_one_mini_batch_and_one_epoch_are_the_step_as_it_was_to_the_last_bit(
-    model_path: str, steps: list[list[TrajectoryGroup]]
-) -> None:
-    found: dict[str, Weights] = {}
-    metrics: dict[str, list[dict[str, float]]] = {"plain": [], "planned": []}
-
-    def plain(worker: TrainWorker, inbox: Inbox) -> None:
-        """Accumulate over all micro-batches, and step."""
-        for step, batch in enumerate(batched(steps, ONCE)):
-            mine = batch.micro_batches[0]
-            assert len(mine) > 1
-            parts = []
-            for index, micro_batch in enumerate(mine):
-                worker._policy.set_requires_gradient_sync(index == len(mine) - 1)  # pyright: ignore
-                parts.append(worker.forward_backward(micro_batch)[0])
-            metrics["plain"].append(to_floats(merge_metrics([*parts, worker.optim_step(step)])))
-        worker.publish(make_order(1))
-        found["plain"] = inbox.weights
-
-    def planned(worker: TrainWorker, inbox: Inbox) -> None:
-        for step, batch in enumerate(batched(steps, ONCE)):
-            of_step = worker.train_step(batch.micro_batches[0], step, batch.optimizer_steps)
-            metrics["planned"].append(to_floats(of_step.metrics))
-        worker.publish(make_order(1))
-        found["planned"] = inbox.weights
-
-    for config in (ONCE, replace(CURRENT, trainer=ONCE.trainer)):
-        metrics["plain"], metrics["planned"] = [], []
-        run_worker(config, model_path, plain)
-        run_worker(config, model_path, planned)
-        assert all(torch.equal(found["planned"][name], weight) for name, weight in found["plain"].items())
-        for ours, theirs in zip(metrics["planned"], metrics["plain"], strict=True):
-            assert {key: ours[key] for key in theirs} == theirs
 
 
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
     model_path: str, steps: list[list[TrajectoryGroup]], tmp_path: Path
 ) -> None:
-    """With a falling learning rate, and a critic, which learns by the same optimizer steps."""
+    """The learning rate falls, and a critic learns by the same optimizer steps."""
     trainer = replace(CONFIG.trainer, total_steps=3, lr_schedule=LearningRateSchedule.cosine, min_lr_ratio=0.1)
     algorithm = replace(CURRENT.algorithm, advantage="gae")
     config = replace(CURRENT, algorithm=algorithm, critic=CriticConfig(lr=3e-3), trainer=trainer)
@@ -219,7 +178,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(
 def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
-    """And does not move the learning rate of what follows."""
+    """The learning rate of what follows does not move."""
     (batch,) = batched(steps[:1], replace(CONFIG, trainer=replace(CONFIG.trainer, epochs=1)))
     first, second = batch.optimizer_steps
     mine = list(batch.micro_batches[0])

@@ -1,20 +1,14 @@
 """The policy against a plain Hugging Face forward, one sequence at a time: values, gradients, leaks."""
 
-import copy
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig, TrainerConfig
-from configs.trainer import GradientCheckpointing
+from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
 from tests.support.batches import learning, pack
-from tests.support.families import loaded
 from tests.support.reference import (
     VOCAB_SIZE,
     advantages_of,
@@ -30,8 +24,7 @@ from tests.support.reference import sequence_logprobs as plain_logprobs
 from trainer.batch import StepBatch, assemble
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
-from trainer.worker import head, token_logprobs
-from trainer.worker.model import Policy, prepared
+from trainer.worker.model import Policy
 
 CPU = torch.device("cpu")
 LAYOUTS = list(Layout)
@@ -60,7 +53,7 @@ def forward(policy: Policy, batch: StepBatch) -> tuple[Tensor, Tensor]:
 
 
 def gradients(policy: Policy, batch: StepBatch) -> dict[str, Tensor]:
-    """Of the loss as the worker states it."""
+    """Return the gradients of the loss as the worker states it."""
     policy.zero_grad()
     objective = Objective(AlgorithmConfig())
     for micro_batch in (b for rank in batch.micro_batches for b in rank):
@@ -115,40 +108,6 @@ def test_gradients_do_not_depend_on_layout_budget_or_ranks(
     assert_same_gradients(gradients(Policy(causal_lm, TEMPERATURE), batch), expected, relative=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("is_general", [False, True])
-def test_logits_in_chunks_give_the_same(
-    causal_lm: Qwen3ForCausalLM,
-    groups: list[TrajectoryGroup],
-    is_general: bool,
-    layout: Layout,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whether they are made by the head's weight, or by the model's own forward because nothing else would do."""
-    policy, batch = Policy(causal_lm, TEMPERATURE), pack(groups, layout)
-    whole_values, whole_gradients = forward(policy, batch), gradients(policy, batch)
-    widest = 0
-
-    def watch(module: torch.nn.Module, args: tuple[Tensor, ...], logits: Tensor) -> None:
-        nonlocal widest
-        widest = max(widest, logits.numel())
-
-    seven = 7 * VOCAB_SIZE + 1  # 7 tokens at a time, and a rest
-    monkeypatch.setattr(head, "MAX_LOGITS", seven)
-    monkeypatch.setattr(token_logprobs, "CHUNK_LOGITS", {"cpu": seven})
-    monkeypatch.setattr(token_logprobs, "COLUMNS", VOCAB_SIZE // 2 - 1)
-    if is_general:
-        monkeypatch.setattr(head, "find_rule", lambda *_: None)
-        policy = Policy(causal_lm, TEMPERATURE)
-    handle = causal_lm.lm_head.register_forward_hook(watch)
-    values, chunked_gradients = forward(policy, batch), gradients(policy, batch)
-    handle.remove()
-    assert widest == (7 * VOCAB_SIZE if is_general else 0)
-    for found, expected in zip(values, whole_values, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
-    assert_same_gradients(chunked_gradients, whole_gradients, relative=1e-5)
-
-
 def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     """Every token of the second response is changed, and only its own logprobs move."""
 
@@ -173,62 +132,8 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
     assert changed == [False] * 4 + [True] * 5 + [False] * 5
 
 
-@pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
-def test_rows_of_several_blocks_give_the_same_over_fewer_pairs(
-    causal_lm: Qwen3ForCausalLM, gradient_checkpointing: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = np.random.default_rng(0)
-    prompt, responses = random.integers(4, VOCAB_SIZE, 120).tolist(), random.integers(4, VOCAB_SIZE, (4, 90)).tolist()
-    trajectories = [make_trajectory(prompt, ids, reward=i % 2) for i, ids in enumerate(responses)]
-    groups = [make_group(0, trajectories)]
-    policy = Policy(
-        prepared(copy.deepcopy(causal_lm), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)),
-        TEMPERATURE,
-    )
-    tree, packed = (pack(groups, layout) for layout in (Layout.tree, Layout.packed))
-    assert tree.micro_batches[0][0].input_ids.shape == (1, 120 + 4 * 89)
-    pairs, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        pairs.append(query.shape[2] * key.shape[2])
-        return attend(query, key, value, **given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-        gradients(policy, tree)
-    passes = policy.causal_lm.config.num_hidden_layers * (
-        1 if gradient_checkpointing is GradientCheckpointing.none else 2
-    )
-    assert sum(pairs) < 0.6 * passes * (120 + 4 * 89) ** 2
-    torch.testing.assert_close(forward(policy, tree)[0], forward(policy, packed)[0], rtol=0, atol=1e-5)
-    assert_same_gradients(gradients(policy, tree), gradients(policy, packed), relative=1e-5)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_without_tokens_has_gradients_of_zero(causal_lm: Qwen3ForCausalLM, layout: Layout) -> None:
     found = gradients(Policy(causal_lm, 1.0), pack([], layout))
     assert found
     assert all(not gradient.any() for gradient in found.values())
-
-
-@pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)
-def test_loaded_policy_is_float32_and_learns_the_same_with_recomputed_activations(
-    causal_lm: Qwen3ForCausalLM,
-    groups: list[TrajectoryGroup],
-    tmp_path: Path,
-    gradient_checkpointing: GradientCheckpointing,
-) -> None:
-    copy.deepcopy(causal_lm).bfloat16().save_pretrained(tmp_path)
-    policy = Policy(
-        prepared(loaded(tmp_path), "", TrainerConfig(gradient_checkpointing=gradient_checkpointing)), TEMPERATURE
-    )
-    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
-    entries: list[torch.nn.Module] = []
-    attention = policy.causal_lm.model.layers[0].self_attn
-    attention.register_forward_pre_hook(lambda module, inputs: entries.append(module))
-    reference = Policy(copy.deepcopy(causal_lm), TEMPERATURE)
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16).float()
-    batch = pack(groups, Layout.tree)
-    assert_same_gradients(gradients(policy, batch), gradients(reference, batch), relative=1e-5)
-    assert len(entries) == (1 if gradient_checkpointing is GradientCheckpointing.none else 2)

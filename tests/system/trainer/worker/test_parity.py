@@ -101,23 +101,28 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
 
 @pytest.mark.parametrize("is_general", [False, True])
 @pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt", "phi"])
-def test_gradients_are_those_of_the_models_own_forward(
+def test_gradients_are_those_of_the_models_own_forward_however_few_logits_are_made_at_once(
     family: str, is_general: bool, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The logits are made by the head's weight, or by the model's own forward because nothing else would do."""
     if is_general:  # as if its head were not understood
         monkeypatch.setattr(head, "find_rule", lambda *_: None)
     causal_lm = random_model(family)
     batch = micro_batch(groups, Layout.rows if family in RECURRENT else Layout.tree)
     weights = torch.randn(len(batch.index), generator=torch.Generator().manual_seed(0))
-    gradients = []
-    for logprobs in (Policy(causal_lm, TEMPERATURE)(batch, CPU, SEVEN_TOKENS)[0], plain(causal_lm, groups, batch)):
+    policy, sizes, gradients = Policy(causal_lm, TEMPERATURE), [0], []
+    watch = causal_lm.get_output_embeddings().register_forward_hook(lambda *call: sizes.append(call[-1].numel()))
+    ours = policy(batch, CPU, SEVEN_TOKENS)[0]
+    watch.remove()
+    assert max(sizes) == SEVEN_TOKENS if is_general else max(sizes) < SEVEN_TOKENS, "only the rule is found by the head"
+    for logprobs in (ours, plain(causal_lm, groups, batch)):
         causal_lm.zero_grad()
         (logprobs * weights).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in causal_lm.named_parameters() if p.grad is not None})
-    ours, expected = gradients
-    assert ours.keys() == expected.keys()
+    found, expected = gradients
+    assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-5, name
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-5, name
 
 
 @pytest.mark.parametrize("gradient_checkpointing", GradientCheckpointing)

@@ -17,6 +17,8 @@ from trainer.batch import StepBatch
 from trainer.tiny.model import build_model
 from trainer.worker.state import policy_weights
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 60.0
 NUM_STEPS = 4
 CONFIG = Config(
@@ -39,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(process_as_it_was: None, folder: Path) -> dict[str, Outcome]:
-    """On one rank and on two: saved while they went on, resumed from each by each, and two that cannot write."""
+    """Run on one rank and on two: saved while they went on, resumed from each by each, and two that cannot write."""
     model = build_model(VOCAB_SIZE, seed=0)
     model.save_pretrained(folder / "model")
     groups = [random_groups(double(model), seed=seed, temperature=0.8) for seed in range(NUM_STEPS)]
@@ -66,7 +68,7 @@ def with_values(groups: Any, num_ranks: int) -> StepBatch:
 
 @pytest.mark.parametrize(("whole", "resumed"), [("one", "1 -> 1"), ("two", "2 -> 2")])
 def test_the_same_number_of_ranks_goes_on_bit_for_bit(runs: dict[str, Outcome], whole: str, resumed: str) -> None:
-    """From the state of SAVED_AT, although training went on while it was being written."""
+    """The state is that of SAVED_AT, although training went on while it was being written."""
     found, expected = runs[resumed], runs[whole]
     assert learned(found) == learned(expected, SAVED_AT)
     assert found.weights.keys() == expected.weights.keys()

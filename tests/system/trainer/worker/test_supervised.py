@@ -4,23 +4,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
-from configs.trainer import LearningRateSchedule
+from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import ADAM_BETAS, LearningRateSchedule
 from rollout.types import TrajectoryGroup
 from tests.support import worker_runs
-from tests.support.given import random_demonstrations
+from tests.support.demonstrations import random_demonstrations
 from tests.support.reference import VOCAB_SIZE, double
-from tests.support.worker_runs import Job, Outcome, one_rank
+from tests.support.worker_runs import Job, Outcome, assert_same_metrics, assert_same_weights, one_rank
 from trainer.batch import StepBatch
 from trainer.learning_rate import lr_factor
 from trainer.supervised.demonstrations import DemonstrationStream, supervised_batch
 from trainer.tiny.model import build_model
+from trainer.worker.model import Policy
 
-pytestmark = pytest.mark.usefixtures("process_as_it_was")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
 TIMEOUT_S = 60.0
 STEPS = 3
 CONFIG = Config(
@@ -46,7 +48,8 @@ def batched(layout: Layout, num_ranks: int, config: Config = CONFIG) -> list[Ste
 
 
 def cross_entropy(model: torch.nn.Module, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
-    """Of all tokens that are learned, by torch's own function over labels in which the others are left out."""
+    """Return the mean over all tokens that are learned, by torch's own function over labels in which the others are
+    left out."""
     logits, labels = [], []
     for sequence in (one for group in groups for one in group.trajectories[0].sequences):
         ids = torch.from_numpy(sequence.token_ids).long()
@@ -61,8 +64,7 @@ def cross_entropy(model: torch.nn.Module, groups: Sequence[TrajectoryGroup]) -> 
 @pytest.fixture(scope="module")
 def by_torch() -> Outcome:
     model, trainer = double(build_model(VOCAB_SIZE, seed=0)), CONFIG.trainer
-    betas = (trainer.adam_beta1, trainer.adam_beta2)
-    adamw = torch.optim.AdamW(model.parameters(), lr=trainer.lr, betas=betas, weight_decay=trainer.weight_decay)
+    adamw = torch.optim.AdamW(model.parameters(), lr=trainer.lr, betas=ADAM_BETAS, weight_decay=trainer.weight_decay)
     metrics: list[dict[str, float]] = []
     for step in range(STEPS):
         adamw.zero_grad()
@@ -76,13 +78,8 @@ def by_torch() -> Outcome:
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    for key in ("actor/ce_loss", "actor/grad_norm"):
-        values = [metrics[key] for metrics in found.metrics]
-        assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=1e-4), key
-    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
-        moved = expected.weights[name] - untrained.detach().double()
-        error = found.weights[name].double() - expected.weights[name]
-        assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+    assert_same_metrics(found, expected, "actor/ce_loss", "actor/grad_norm")
+    assert_same_weights(found.weights, expected.weights)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -92,6 +89,26 @@ def test_a_step_is_torchs_cross_entropy_over_what_is_learned(
     batches = batched(layout, 1)
     assert all(len(batch.micro_batches[0]) > 1 for batch in batches), "gradients are accumulated"
     assert_same(one_rank(Job(CONFIG, model_path, batches)), by_torch)
+
+
+def test_conversations_are_learned_at_temperature_1_whatever_rollouts_are_sampled_at(
+    model_path: str, by_torch: Outcome
+) -> None:
+    """Beside rollouts, too: half of the tokens of a row are then the policy's own."""
+    config = replace(CONFIG, rollout=RolloutConfig(temperature=0.5))
+    assert_same(one_rank(Job(config, model_path, batched(Layout.tree, 1))), by_torch)
+    policy = Policy(build_model(VOCAB_SIZE, seed=0), temperature=0.5)
+    batch = batched(Layout.packed, 1)[0].micro_batches[0][0]
+    weights = np.arange(len(batch.tokens.targets), dtype=np.float32) % 2
+    mixed = replace(batch, tokens=replace(batch.tokens, ce_weights=weights))
+    sampled = replace(batch, tokens=replace(batch.tokens, ce_weights=None))
+    with torch.no_grad():
+        found, entropy = policy(mixed, torch.device("cpu"))
+        at_half, entropy_at_half = policy(sampled, torch.device("cpu"))
+        policy.temperature = 1.0
+        at_1, _ = policy(sampled, torch.device("cpu"))
+    torch.testing.assert_close(found, torch.where(torch.from_numpy(weights) > 0, at_1, at_half))
+    torch.testing.assert_close(entropy[::2], entropy_at_half[::2])
 
 
 def test_on_two_ranks_too_and_a_resumed_one_goes_on_to_the_same_bit(
@@ -106,3 +123,20 @@ def test_on_two_ranks_too_and_a_resumed_one_goes_on_to_the_same_bit(
     assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
     (last,) = resumed.metrics
     assert last["actor/ce_loss"] == whole.metrics[-1]["actor/ce_loss"]
+
+
+def test_ranks_that_share_rows_compute_the_logprobs_of_a_validation(model_path: str, tmp_path: Path) -> None:
+    """As one rank does, in every layout, though the conversations have different lengths."""
+    jobs = {
+        layout.value: Job(
+            replace(CONFIG, trainer=replace(CONFIG.trainer, layout=layout, num_ranks=2, sequence_parallel=2)),
+            model_path,
+            batched(layout, 1)[:1],
+        )
+        for layout in Layout
+    }
+    found = worker_runs.two_ranks(jobs, tmp_path / "answer.pickle", TIMEOUT_S)
+    expected = one_rank(Job(CONFIG, model_path, batched(Layout.tree, 1)[:1])).logprobs
+    assert expected is not None
+    for outcome in found.values():
+        assert outcome.logprobs == pytest.approx(expected, abs=1e-4)

@@ -1,13 +1,11 @@
 """TrainWorker over FSDP2 and gloo against a plain float64 trainer: loss, gradient norm, weights; one rank and two."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from configs.algorithm import Proximal
 from configs.schema import AlgorithmConfig, Config, DType, Layout, RolloutConfig, TrainerConfig
@@ -25,7 +23,17 @@ from tests.support.reference import (
     random_groups,
 )
 from tests.support.sequences import only, with_sequence
-from tests.support.worker_runs import Inbox, Job, Outcome, free_master, one_rank, pack, run_worker
+from tests.support.worker_runs import (
+    Inbox,
+    Job,
+    Outcome,
+    assert_same_metrics,
+    assert_same_weights,
+    free_master,
+    one_rank,
+    pack,
+    run_worker,
+)
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
 from trainer.tiny.model import build_model
@@ -64,11 +72,7 @@ def steps() -> list[list[TrajectoryGroup]]:
 
 @pytest.fixture(scope="module")
 def reference(steps: list[list[TrajectoryGroup]]) -> Outcome:
-    return reference_outcome(CONFIG, steps)
-
-
-def reference_outcome(config: Config, steps: Sequence[Sequence[TrajectoryGroup]]) -> Outcome:
-    plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), config)
+    plain = ReferenceTrainer(build_model(VOCAB_SIZE, seed=0), CONFIG)
     results = [plain.step(groups, step) for step, groups in enumerate(steps)]
     return Outcome(
         [{"actor/pg_loss": loss, "actor/grad_norm": norm} for loss, norm in results],
@@ -91,14 +95,8 @@ def two_ranks(
 
 
 def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-4, vocabulary: int = VOCAB_SIZE) -> None:
-    for key in ("actor/pg_loss", "actor/grad_norm"):
-        values = [metrics[key] for metrics in found.metrics]
-        assert values == pytest.approx([metrics[key] for metrics in expected.metrics], rel=tolerance, abs=1e-7), key
-    assert found.weights.keys() == expected.weights.keys()
-    for name, untrained in build_model(vocabulary, seed=0).named_parameters():
-        moved = expected.weights[name].double() - untrained.detach().double()
-        error = found.weights[name].double() - expected.weights[name].double()
-        assert error.norm() < tolerance * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+    assert_same_metrics(found, expected, "actor/pg_loss", "actor/grad_norm", tolerance=tolerance)
+    assert_same_weights(found.weights, expected.weights, tolerance, vocabulary)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -123,6 +121,16 @@ def test_two_ranks_are_one_where_the_vocabulary_is_more_than_a_chunk(
     """The embeddings are tied, and the entropy has a gradient."""
     alone = one_rank(Job(WITH_ENTROPY, wide_model_path, pack(steps, Layout.tree, 1)))
     assert_same(two_ranks["two chunks"], alone, vocabulary=WIDE)
+
+
+def test_the_digest_of_the_weights_is_of_all_ranks_and_tells_their_bits(
+    two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    ranks = two_ranks["packed"].ranks
+    assert ranks[0].digests == ranks[1].digests and len(set(ranks[0].digests)) == 1 + len(steps)
+    alone, again = (one_rank(Job(CONFIG, model_path, pack(steps, Layout.packed, 1))).ranks[0] for _ in range(2))
+    assert alone.digests == again.digests
+    assert alone.digests[0] == ranks[0].digests[0], "the same weights, however many ranks hold them"
 
 
 def test_gradients_may_be_reduced_after_every_micro_batch(
@@ -156,22 +164,9 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     assert seen == [not is_kept] * len(rest) + [True]
 
 
-def test_metrics_do_not_depend_on_ranks_or_layout(
-    two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
-) -> None:
-    expected = one_rank(Job(CONFIG, model_path, pack(steps, Layout.packed, 1))).metrics
-    keys = ("pg_clipfrac", "ppo_kl", "entropy", "importance_weight", "rollout_kl", "rollout_logprob_diff_max", "lr")
-    for outcome in (two_ranks[name] for name in two_ranks if name != "two chunks"):
-        for found_step, expected_step in zip(outcome.metrics, expected, strict=True):
-            for key in (f"actor/{key}" for key in keys):
-                assert found_step[key] == pytest.approx(expected_step[key], rel=1e-3, abs=1e-5), key
-            assert 0 < found_step["actor/ess"] <= 1.000001
-            assert found_step["perf/trainer_busy_s"] > 0
-
-
-@pytest.mark.parametrize("proximal", list(Proximal))
+@pytest.mark.parametrize("proximal", [proximal for proximal in Proximal if proximal is not Proximal.exact])
 def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps: list[list[TrajectoryGroup]]) -> None:
-    """Over the tokens whose trajectories have an advantage, all in one micro-batch."""
+    """The means are over the tokens whose trajectories have an advantage, all in one micro-batch."""
     first, second, *rest = steps[0][0].trajectories
     surprising = with_sequence(
         second, rollout_logprobs=0 * only(second).rollout_logprobs
@@ -184,6 +179,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
     log_ratios, entropy, advantages = learning_tokens(model, groups, CONFIG.rollout.temperature)
     log_ratio = torch.cat(log_ratios)
     assert -log_ratio.min() > log_ratio.max()
+    products = torch.stack([own.sum() for own in log_ratios]).exp()
     ratio, follows = log_ratio.exp(), proximal is Proximal.current
     clipped = ((advantages > 0) & (ratio > 1.28)) | ((advantages < 0) & (ratio < 0.8))
     assert 0 < clipped.double().mean() < 1
@@ -196,6 +192,7 @@ def test_metrics_by_their_definitions(proximal: Proximal, model_path: str, steps
             "actor/rollout_kl": -log_ratio.mean().item(),
             "actor/rollout_logprob_diff_max": log_ratio.abs().max().item(),
             "actor/ess": (ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())).item(),
+            "actor/sequence_ess": (products.sum() ** 2 / (len(products) * (products**2).sum())).item(),
             "correction/k3_kl": (ratio - 1 - log_ratio).mean().item(),
             "correction/ppl_ratio": sum(math.exp(-x.mean()) for x in log_ratios) / len(log_ratios),
             "correction/ratio_fraction_high": (ratio > 1.1).double().mean().item(),
@@ -237,17 +234,6 @@ def test_a_step_gives_back_what_it_made_of_every_token(
 UNPREDICTABLE = ("actor/pg_loss", "actor/grad_norm", "perf/trainer_busy_s")  # the first two are tested above
 
 
-def test_the_current_policy_as_proximal_is_weighted_and_capped(
-    model_path: str, steps: list[list[TrajectoryGroup]]
-) -> None:
-    algorithm = AlgorithmConfig(group_size=4, proximal=Proximal.current, importance_cap=1.1)
-    config = replace(CONFIG, algorithm=algorithm)
-    found = one_rank(Job(config, model_path, pack(steps, Layout.tree, 1)))
-    assert_same(found, reference_outcome(config, steps))
-    assert [metrics["actor/pg_clipfrac"] for metrics in found.metrics] == [0, 0, 0]
-    assert all(metrics["actor/importance_weight"] < 1.1 for metrics in found.metrics)
-
-
 def test_compute_in_bfloat16_as_on_gpus_is_close_and_keeps_float32_master_weights(
     model_path: str, steps: list[list[TrajectoryGroup]], reference: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +267,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
     run_worker(config, model_path, use)
 
 
-def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
+def test_a_step_without_anything_to_learn_moves_nothing_and_gradients_are_cleared_after_each(
     model_path: str, steps: list[list[TrajectoryGroup]]
 ) -> None:
     trainer_config = replace(CONFIG.trainer, lr=0.5, lr_warmup_steps=4, weight_decay=0.0, max_grad_norm=1e9)
@@ -290,8 +276,6 @@ def test_warm_up_gradient_clipping_and_a_step_without_anything_to_learn(
     empty, full = pack([[solved], steps[0]], Layout.tree, 1)
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
-        rates = [to_floats(worker.optim_step(step))["actor/lr"] for step in (0, 1, 2, 3, 4, 100)]
-        assert rates == [0.125, 0.25, 0.375, 0.5, 0.5, 0.5]
         metrics = to_floats(worker.train_step(empty.micro_batches[0], 0).metrics)
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
         worker.publish(make_order(0))
@@ -312,10 +296,7 @@ def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Me
 
 
 def test_a_second_rank_that_never_comes_is_an_error_within_the_deadline(model_path: str) -> None:
-    config = replace(CONFIG, trainer=replace(CONFIG.trainer, step_timeout_s=0.5))
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, start_timeout_s=4.0))
     worker = TrainWorker(config=config, device="cpu", make_sender=Inbox())
-    with pytest.raises(dist.DistError):
-        worker.setup(model_path, 0, 2, free_master())
-    # The failed start counts in torch's numbering of groups, which two processes must share: this resets it.
-    dist.init_process_group("gloo", init_method=f"tcp://{free_master()}", rank=0, world_size=1)
-    dist.destroy_process_group()
+    with pytest.raises(TimeoutError, match="^train worker 1 on b did not come to 127.0.0.1:[0-9]+ within 1 s"):
+        worker.setup(model_path, 0, 2, free_master(), ["on a", "on b"])

@@ -63,13 +63,13 @@ class Scene:
         return self.runner.run(within_deadline())
 
     async def rows(self) -> list[dict[str, torch.Tensor]]:
-        return await asyncio.gather(*(actor.__ray_call__.remote(rows_of) for actor in self.group.actors))
+        return await asyncio.gather(*(actor.__ray_call__.remote(local_rows) for actor in self.group.actors))
 
     async def pid(self, rank: int) -> int:
         return await self.group.actors[rank].__ray_call__.remote(lambda actor: os.getpid())
 
 
-def rows_of(actor: Any) -> dict[str, torch.Tensor]:
+def local_rows(actor: Any) -> dict[str, torch.Tensor]:
     """Runs in a train worker."""
     return {name: rows.clone() for name, rows in actor._worker._shards(frozen=True)}
 
@@ -126,7 +126,7 @@ def killed(scene: Scene) -> Scene:
         return metrics
 
     async def train_undisturbed() -> list[dict[str, float]]:
-        await scene.group.start_again(None)
+        await scene.group.start_again()
         return [
             to_floats((await scene.group.train_step(batch, step)).metrics) for step, batch in enumerate(scene.steps)
         ]
@@ -152,7 +152,7 @@ def test_a_rank_killed_in_a_step_changes_no_weight_and_no_metric(killed: Scene) 
     lost, back = killed.reports
     assert lost == "train worker 1 died: the train workers start again (1 of at most 3)"
     assert back.startswith(f"the train workers are back at step {KILLED_IN}, ")
-    assert back.endswith("later: from step_000002, with 1 step(s) trained again")
+    assert back.endswith(": from step_000002, with 1 step(s) trained again")
 
 
 def test_what_is_on_disk_is_good_and_the_oldest_is_gone(killed: Scene) -> None:
@@ -172,7 +172,7 @@ def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scen
     manifest = killed.run(scenario())
     assert manifest.global_steps == NUM_STEPS
     assert_weights_are_the_twins(killed, killed.run(killed.rows()))
-    assert killed.reports[-1].endswith("later: from step_000006, with 0 step(s) trained again")
+    assert killed.reports[-1].endswith(": from step_000006, with 0 step(s) trained again")
 
 
 def test_a_rank_that_stands_still_is_started_again_at_the_deadline(
@@ -196,7 +196,7 @@ def test_a_rank_that_stands_still_is_started_again_at_the_deadline(
 
 @pytest.fixture(scope="module")
 def exported(killed: Scene, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """From the run folder, as a user does it."""
+    """Export from the run folder, as a user does it."""
     folder = tmp_path_factory.mktemp("export") / "hf"
     command = [sys.executable, "-m", "scripts.export_hf", str(killed.store.folder.parent), str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

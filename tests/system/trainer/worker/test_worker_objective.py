@@ -1,6 +1,7 @@
 """TrainWorker with a reference policy, a critic and losses of whole trajectories, on one FSDP rank, on two, and on two
 that share every row."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from configs.algorithm import Correction, LossAggregation, Proximal
 from configs.schema import AlgorithmConfig, Config, CriticConfig, Layout, RolloutConfig, TrainerConfig
+from configs.trainer import ADAM_BETAS
 from rollout.types import FloatArray, TrajectoryGroup
 from tests.support import batches
 from tests.support.reference import (
@@ -18,17 +20,20 @@ from tests.support.reference import (
     ReferenceTrainer,
     branched_groups,
     double,
-    loss_mask_of,
     random_groups,
-    sequence_logprobs,
+    sampled_logprobs,
 )
 from tests.support.sequences import only
-from tests.support.worker_runs import Job, Outcome, one_rank, two_ranks
+from tests.support.worker_runs import Inbox, Job, Outcome, assert_same_weights, one_rank, run_worker, two_ranks
+from trainer.advantages.credit import m2po_outliers
 from trainer.batch import StepBatch
+from trainer.learning_rate import lr_factor
+from trainer.step import StepAssembler
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
+from trainer.worker.worker import TrainWorker
 
-pytestmark = pytest.mark.usefixtures("process_as_it_was")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
 TIMEOUT_S = 60.0
 TRAINER = TrainerConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S)
 BONUSES = Config(
@@ -40,6 +45,8 @@ SEQUENCES = replace(
     BONUSES,
     algorithm=AlgorithmConfig(loss="gspo", proximal=Proximal.current, correction=Correction.seq_is, importance_cap=1.5),
 )
+SHORT_STEPS = replace(SEQUENCES, trainer=replace(TRAINER, scale_lr_by_ess=True))
+BASELINE = replace(BONUSES, algorithm=AlgorithmConfig(loss="m2po", advantage="otb"))
 CRITIC = replace(BONUSES, algorithm=AlgorithmConfig(advantage="gae"), critic=CriticConfig(lr=3e-3, value_clip=0.1))
 
 
@@ -52,15 +59,8 @@ def steps() -> list[list[TrajectoryGroup]]:
 
 
 def reference_logprobs(groups: Sequence[TrajectoryGroup]) -> FloatArray:
-    """Of the first policy, by plain float64 forwards."""
-    model = double(build_model(VOCAB_SIZE, seed=0))
-    with torch.no_grad():
-        values = [
-            sequence_logprobs(model, trajectory, 0.8)[0][loss_mask_of(trajectory)].numpy()
-            for group in groups
-            for trajectory in group.trajectories
-        ]
-    return np.concatenate(values).astype(np.float32)
+    """Return those of the first policy."""
+    return sampled_logprobs(double(build_model(VOCAB_SIZE, seed=0)), groups, 0.8)
 
 
 def with_reference(steps: list[list[TrajectoryGroup]], layout: Layout, num_ranks: int) -> list[StepBatch]:
@@ -98,6 +98,9 @@ def on_two_ranks(
         "bonuses": Job(BONUSES, model_path, with_reference(steps, Layout.tree, 2)),
         "sequences": Job(SEQUENCES, model_path, of_sequences(steps, Layout.packed, 2)),
         "critic": Job(CRITIC, model_path, with_critic(steps, Layout.tree, 2)),
+        "short steps": Job(SHORT_STEPS, model_path, of_sequences(steps, Layout.packed, 2)),
+        "baseline": Job(BASELINE, model_path, of_sequences(steps[-1:], Layout.packed, 2)),
+        "baseline of shared rows": Job(sharing(BASELINE), model_path, of_sequences(steps[-1:], Layout.tree, 1)),
         "bonuses of shared rows": Job(sharing(BONUSES), model_path, with_reference(steps, Layout.tree, 1)),
         "sequences of shared rows": Job(sharing(SEQUENCES), model_path, of_sequences(steps, Layout.packed, 1)),
         "critic of shared rows": Job(sharing(CRITIC), model_path, with_critic(steps, Layout.rows, 1)),
@@ -105,13 +108,49 @@ def on_two_ranks(
     return two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """As far as the weights moved at all."""
-    assert found.keys() == expected.keys()
-    for name, untrained in build_model(VOCAB_SIZE, seed=0).named_parameters():
-        moved = expected[name].double() - untrained.detach().double()
-        error = found[name].double() - expected[name].double()
-        assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
+@pytest.mark.parametrize("job", ["baseline", "baseline of shared rows"])
+def test_the_policy_itself_is_scored_where_the_credit_reads_it(job: str, on_two_ranks: dict[str, Outcome]) -> None:
+    """The squares of all probabilities are compared with the distributions in `check_next_token_logprobs`."""
+    found = on_two_ranks[job]
+    assert found.scores.keys() == {"logprobs", "squared_probabilities"}
+    assert found.logprobs is not None
+    np.testing.assert_array_equal(found.scores["logprobs"], found.logprobs)
+    is_computed = found.logprobs != 0  # no token of a trajectory that has nothing to learn is in the batch
+    squares = found.scores["squared_probabilities"]
+    assert is_computed.any() and ((squares > 0) == is_computed).all() and (squares <= 1).all()
+
+
+def test_a_step_is_assembled_from_what_the_policy_says_of_it(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """m2po selects what a plain model in float64 says, and otb has advantages."""
+    config = replace(BASELINE, algorithm=replace(BASELINE.algorithm, m2_threshold=0.05))
+
+    def use(worker: TrainWorker, inbox: Inbox) -> None:
+        async def score(batch: StepBatch) -> dict[str, FloatArray]:
+            (micro_batches,) = batch.micro_batches
+            return {name: batch.gather([parts]) for name, parts in worker.score(micro_batches).items()}
+
+        step = asyncio.run(StepAssembler(config=config, score=score).assemble(steps[0], 0))
+        tokens, batch = step.credit.tokens, step.batch
+        logprobs = sampled_logprobs(double(build_model(VOCAB_SIZE, seed=0)), steps[0], 0.8)
+        expected = m2po_outliers(logprobs - tokens.rollout_logprobs, 0.05)
+        assert tokens.selected is not None and 0 < expected.sum() < len(expected)
+        np.testing.assert_array_equal(tokens.selected, expected)
+        assert np.ptp(tokens.advantages) > 0.5 and batch is not None
+        metrics = worker.train_step(batch.micro_batches[0], 0, batch.optimizer_steps).metrics
+        assert metrics["actor/skipped_steps"].value == 0 and metrics["actor/grad_norm"].value > 0
+
+    run_worker(config, model_path, use)
+
+
+def test_a_step_is_shortened_by_the_sample_size_of_all_ranks(on_two_ranks: dict[str, Outcome]) -> None:
+    found, whole = on_two_ranks["short steps"].metrics, on_two_ranks["sequences"].metrics
+    for step, metrics in enumerate(found):
+        assert 0 < metrics["actor/sequence_ess"] < 0.9
+        lr = TRAINER.lr * lr_factor(step, TRAINER) * metrics["actor/sequence_ess"] ** 0.5
+        assert metrics["actor/lr"] == pytest.approx(lr, rel=1e-5)
+    assert found[0]["actor/grad_norm"] == whole[0]["actor/grad_norm"]
 
 
 @pytest.mark.parametrize("ranks", ["one", "two", "two that share rows"])
@@ -124,7 +163,7 @@ def test_entropy_bonus_and_kl_to_the_first_policy_are_those_of_the_plain_trainer
         found = one_rank(Job(BONUSES, model_path, with_reference(steps, Layout.packed, 1)))
     else:
         found = on_two_ranks["bonuses" if ranks == "two" else "bonuses of shared rows"]
-    assert_close(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
+    assert_same_weights(found.weights, {name: p.detach() for name, p in plain.model.named_parameters()})
     algorithm = BONUSES.algorithm
     for metrics, (loss, norm) in zip(found.metrics, expected, strict=True):
         parts = metrics["actor/pg_loss"] + algorithm.kl_loss_coef * metrics["actor/kl_loss"]
@@ -146,7 +185,7 @@ def test_losses_of_whole_trajectories_do_not_depend_on_ranks_or_layout(
     expected = one_rank(Job(SEQUENCES, model_path, of_sequences(steps, Layout.tree, 1)))
     keys = expected.metrics[0].keys() - {"perf/trainer_busy_s", "perf/padded_tokens"}
     for found in (on_two_ranks["sequences"], on_two_ranks["sequences of shared rows"]):
-        assert_close(found.weights, expected.weights)
+        assert_same_weights(found.weights, expected.weights)
         for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
             same = pytest.approx({key: theirs[key] for key in keys}, rel=1e-3, abs=1e-5)
             assert {key: ours[key] for key in keys} == same
@@ -160,9 +199,8 @@ class PlainCritic:
         causal_lm = build_model(VOCAB_SIZE, seed=0)
         self.model = ValueModel(causal_lm.model, causal_lm.config.hidden_size)
         self.config = config
-        trainer = config.trainer
-        betas = (trainer.adam_beta1, trainer.adam_beta2)
-        self.adamw = torch.optim.AdamW(self.model.parameters(), betas=betas, weight_decay=trainer.weight_decay)
+        weight_decay = config.trainer.weight_decay
+        self.adamw = torch.optim.AdamW(self.model.parameters(), betas=ADAM_BETAS, weight_decay=weight_decay)
 
     def values(self, groups: Sequence[TrajectoryGroup]) -> torch.Tensor:
         (batch,) = batches.pack(groups, Layout.packed, keep_idle=True).micro_batches[0]

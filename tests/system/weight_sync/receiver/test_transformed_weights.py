@@ -1,49 +1,133 @@
 """Models whose weights vLLM keeps in another form than they are loaded in are refused, by what transforms them."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.pytorch import (
+    ChannelWiseTorchFP8ScaledMMLinearKernel,
+    PerTensorTorchFP8ScaledMMLinearKernel,
+)
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerTensorOnlineLinearMethod, Fp8PtpcOnlineLinearMethod
 
+from weight_sync.receiver import vllm_receiver
 from weight_sync.receiver.vllm_receiver import WeightReceiver
+
+PLAIN = ("W_UK_T", "W_UV")
 
 
 def experts(backend: str) -> torch.nn.Module:
-    """What vLLM hangs below a layer of experts, without the layer."""
+    """Return what vLLM hangs below a layer of experts, without the layer."""
     method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
     torch.nn.Module.__init__(method)
     method.unquantized_backend = UnquantizedMoeBackend[backend]
     return method
 
 
-class Worker(WeightReceiver):
-    """As much of vLLM's worker as the question needs."""
+def quantizing(method: type, kernel: type) -> object:
+    """Return the method of a layer that quantizes, without what it makes."""
+    made = method.__new__(method)
+    made.fp8_linear = kernel.__new__(kernel)
+    return made
 
-    def __init__(self, quantization: str | None = None, use_mla: bool = False, backend: str | None = None):
+
+METHODS = {
+    "per tensor": quantizing(Fp8PerTensorOnlineLinearMethod, PerTensorTorchFP8ScaledMMLinearKernel),
+    "per channel": quantizing(Fp8PtpcOnlineLinearMethod, ChannelWiseTorchFP8ScaledMMLinearKernel),
+    "on a GPU": quantizing(Fp8PtpcOnlineLinearMethod, CutlassFP8ScaledMMLinearKernel),
+}
+
+
+def latent_attention(*parameters: str) -> torch.nn.Module:
+    """Return vLLM's attention with what a backend makes of its weights."""
+    attention = MLAAttention.__new__(MLAAttention)
+    torch.nn.Module.__init__(attention)
+    attention.impl = SimpleNamespace()
+    for name in parameters:
+        attention.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+    return attention
+
+
+class Worker(WeightReceiver):
+    """A stand-in of vLLM's worker with as much of it as the question needs."""
+
+    def __init__(
+        self,
+        quantization: str | None = None,
+        kind: str = "qwen3",
+        backend: str | None = None,
+        latent: tuple[str, ...] | None = None,
+    ):
+        text = SimpleNamespace(model_type=kind)
         self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(quantization=quantization, use_mla=use_mla),
+            model_config=SimpleNamespace(
+                quantization=quantization, use_mla=latent is not None, model="folder", hf_text_config=text
+            ),
+            lora_config=None,
         )
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         if backend is not None:
             model.append(experts(backend))
+        if latent is not None:
+            model.append(latent_attention(*latent))
+        if quantization is not None:
+            model[0].quant_method = METHODS[quantization]
         self.model_runner = SimpleNamespace(get_model=lambda: model)
 
 
 @pytest.mark.parametrize(
     ("worker", "reason"),
     [
-        (Worker(quantization="fp8"), "quantization=fp8 cannot be updated: it transforms them after loading"),
-        (Worker(use_mla=True), "multi-head latent attention cannot be updated"),
+        (
+            Worker(quantization="per tensor"),
+            "PerTensorOnlineLinearMethod .PerTensorTorchFP8.* cannot be updated: it tr",
+        ),
+        (Worker(quantization="on a GPU"), "PtpcOnlineLinearMethod .CutlassFP8.* tested is quantization=fp8_per_ch"),
+        (
+            Worker(quantization="per channel", kind="deepseek_v3", latent=PLAIN),
+            "attention with quantization=.* untested",
+        ),
+        (Worker(kind="longcat_flash", latent=PLAIN), "attention of longcat_flash are untested: .* deepseek_v3"),
+        (Worker(kind="deepseek_v3", latent=()), "keeps its weights: on a CPU, set rollout.engine_args.attention_back"),
+        (Worker(kind="deepseek_v3", latent=(*PLAIN, "W_UK_T_dcp_qrep")), "as SimpleNamespace keeps its weights"),
         (Worker(backend="FLASHINFER_TRTLLM"), "MoE backend FLASHINFER_TRTLLM: it transforms their weights"),
     ],
 )
 def test_transformed_weights_are_refused(worker: Worker, reason: str) -> None:
+    assert re.search(reason, worker.receiver_refusal() or "")
     with pytest.raises(RuntimeError, match=reason):
         worker._receiver_refuse_transformed()
+    worker.vllm_config.lora_config = object()  # an engine that serves adapters leaves its weights as they are
+    assert worker.receiver_refusal() is None
 
 
-@pytest.mark.parametrize("worker", [Worker(), Worker(backend="TRITON")])
+@pytest.mark.parametrize(
+    "worker",
+    [
+        Worker(),
+        Worker(backend="TRITON"),
+        Worker(backend="CPU"),
+        Worker(kind="deepseek_v3", latent=PLAIN, backend="TRITON"),
+        Worker(quantization="per channel"),
+    ],
+)
 def test_others_are_taken(worker: Worker) -> None:
     worker._receiver_refuse_transformed()
+
+
+def test_only_experts_are_renamed_into_what_files_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def of_model(path: str) -> SimpleNamespace:
+        opened.append(path)
+        return SimpleNamespace(reverted=dict)
+
+    monkeypatch.setattr(vllm_receiver.FileNames, "of_model", of_model)
+    assert Worker()._receiver_rename() is iter and not opened
+    mixture = Worker(backend="TRITON")
+    assert mixture._receiver_rename() is mixture._receiver_rename() is dict and opened == ["folder"]

@@ -1,10 +1,10 @@
-"""What a command line says, beyond what Hydra reads in it."""
+"""The command line says more than Hydra reads in it."""
 
 from pathlib import Path
 
 import pytest
 
-from configs.cli.arguments import parse
+from configs.cli.arguments import parse, parsed
 
 
 @pytest.mark.parametrize("below", ["", "/checkpoints/step_000020"])
@@ -28,3 +28,23 @@ def test_the_newest_run_as_a_model_is_the_one_before_this(
         "model.path='~nobody/latest'",
     )
     assert parse(others).overrides == others
+
+
+PIPED = """agent 'a, b' "c" | tee $HOME/x; echo \\"d\\" {1,2}"""
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("claude -p {prompt} --model policy", ["claude -p {prompt} --model policy"]),
+        (PIPED, [PIPED]),
+        (""""my agent" "x\"""", [""""my agent" "x\""""]),
+        ("'claude -p {prompt}'", ["claude -p {prompt}"]),
+        ("'one {prompt}','two'", ["one {prompt}", "two"]),
+        ("null", [None]),
+    ],
+)
+def test_a_command_of_the_shell_means_what_it_says(word: str, values: list[str | None]) -> None:
+    jobs = parse(["-m", f"rollout.agent_command={word}", "seed=1"]).jobs()
+    read = [parsed(job)[0].value() for job in jobs]
+    assert [getattr(value, "text", None) or value for value in read] == values

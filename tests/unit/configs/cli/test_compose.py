@@ -1,10 +1,15 @@
-"""What a command line resolves to, and the one line that says what is wrong with it."""
+"""A command line resolves to a config, or to the one line that says what is wrong with it."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from configs.cli.overrides import check_overrides
+from configs import load
+from configs.checks.sections import CONVERSATIONS
+from configs.cli.compose import compose_job
+from configs.cli.overrides import check_options, check_overrides
+from configs.schema import Config
 from configs.validate import ConfigError
 from tests.support.compose import resolve
 
@@ -21,7 +26,7 @@ def refusal(*overrides: str) -> str:
     [
         ("algorithm.adv_estimator", "verl's algorithm.adv_estimator is algorithm.advantage here"),
         ("adv_estimator", "verl's algorithm.adv_estimator is algorithm.advantage here"),
-        ("lr", "did you mean critic.lr or trainer.lr?"),
+        ("lr", "did you mean trainer.lr or critic.lr?"),
         ("actor_rollout_ref.rollout.n", "verl's actor_rollout_ref.rollout.n is algorithm.group_size here"),
         ("actor.optim.lr", "verl's actor_rollout_ref.actor.optim.lr is trainer.lr here"),
         ("learning_rate", "TRL's learning_rate is trainer.lr here"),
@@ -63,8 +68,22 @@ def test_a_recipe_with_a_key_of_another_framework_is_refused_with_the_same_hint(
         ("recipe=gsm", "In 'train': Could not find 'recipe/gsm': Available options in 'recipe': agent arithmetic"),
         ("trainer.lr=inf", "trainer.lr=inf: must be between 0 and 1"),
         ("data.num_train=100000000000", "data.num_train=100000000000: must be between 1 and 29168384"),
+        (f"model.path={'x' * 5000}", f"model.path={'x' * 40}...: no file or folder has a name of more than 255 bytes"),
+        (f"serve.token_file=/{'x' * 256}", f"serve.token_file=/{'x' * 39}...: no file or folder has a name of more"),
+        ("model.path='~nobody-here/x'", "model.path=~nobody-here/x: there is no user nobody-here on this machine"),
         ('serve.host="a\0b"', "serve.host='a\\x00b': must not have a null byte"),
-        ("data.train_files=3", "data.train_files=3: must be text, or a list of texts"),
+        ("lr=1e-4", "lr=1e-4: there is no such key; did you mean trainer.lr or critic.lr?"),
+        (
+            "model=Qwen/Qwen3-0.6B",
+            "model=Qwen/Qwen3-0.6B: a model of the hub or of a folder is model=hf model.path=",
+        ),
+        ("tracking.sinks=wandb", "tracking.sinks=wandb: is a list: tracking.sinks=[wandb]"),
+        ("tracking.sinks=[[[[]]]]", "tracking.sinks=[[[[]]]]: must be a list of texts"),
+        ("rollout.stop=[END,[a]]", "rollout.stop=['END', ['a']]: must be a list of texts"),
+        ("wandb.tags=[{a:1}]", "wandb.tags=[{'a': 1}]: must be a list of texts"),
+        ("report_to=wandb", "report_to=wandb: there is no such key; TRL's report_to is tracking.sinks here"),
+        ("data.train_files=true", "data.train_files=True: must be text or a number, or a list of these"),
+        ("data.train_files=[a,null]", "data.train_files=['a', None]: must be text or a number, or a list of these"),
         ("~wandb", "~wandb: keys cannot be deleted; set wandb.mode=disabled to turn it off"),
         ("~trainer.lr", "~trainer.lr: keys cannot be deleted; set trainer.lr to another value"),
     ],
@@ -72,6 +91,24 @@ def test_a_recipe_with_a_key_of_another_framework_is_refused_with_the_same_hint(
 def test_what_is_wrong_is_said_in_one_line(override: str, line: str) -> None:
     said = refusal(override)
     assert said.startswith(line) and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        (
+            "--model_name_or_path",
+            "--model_name_or_path: there is no such option; TRL's model_name_or_path is model.path",
+        ),
+        ("--trainer.lr=3", "--trainer.lr: there is no such option; keys are given as trainer.lr=3"),
+        ("--cfg", None),
+    ],
+)
+def test_a_key_that_is_given_as_an_option_is_refused_with_what_it_is_here(option: str, line: str | None) -> None:
+    if line is None:
+        return check_options([option, "job"])
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}"):
+        check_options([option])
 
 
 def test_a_former_value_is_refused_with_its_new_name(tmp_path: Path) -> None:
@@ -90,6 +127,42 @@ def test_a_reward_whose_module_exits_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     line = refusal("rollout.reward=exits_at_import:reward")
     assert line.startswith("rollout.reward=exits_at_import:reward: exits_at_import cannot be imported: SystemExit: 0")
+
+
+def test_data_files_may_be_numbers_for_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counts.py").write_text("def rows(entries):\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = resolve("data.loader=counts:rows", "data.train_files=100", "data.val_files=[10,0.5,x]")
+    assert (config.data.train_files, config.data.val_files) == ("100", "10,0.5,x")
+
+
+@pytest.mark.parametrize("key", ["trainer.eval_every", "evaluation.samples", "data.num_val", "+data.num_val"])
+def test_what_evaluations_read_is_refused_where_nothing_is_held_out(key: str) -> None:
+    line = refusal("data.val_files=none", f"{key}=1")
+    assert line.startswith(f"{key.lstrip('+')}=1: data.val_files=none: nothing is held out, so nothing is evaluated;")
+
+
+@pytest.mark.parametrize("override", ["sft.hidden_reasoning=drop", "sft.per_step=4", "+sft.max_tokens=9"])
+def test_what_conversations_read_is_refused_where_none_are_learned(override: str) -> None:
+    key = override.partition("=")[0].lstrip("+")
+    assert f"{key}=" in (said := refusal(override)) and "only `slipstream sft`, and training with algorithm.ce" in said
+    assert resolve(override, "algorithm.ce_coef=0.1") and resolve(override, "algorithm.ce_coef=0"), "a job of a sweep"
+    sft = compose_job("sft", [override]).config
+    if key == "sft.per_step":
+        with pytest.raises(ConfigError, match="sft.per_step=4: `slipstream sft` takes trainer.prompts_per_step"):
+            load.load(sft, CONVERSATIONS, [override])
+    else:
+        assert load.load(sft, CONVERSATIONS, [override])
+
+
+def test_a_run_may_hold_nothing_out(tmp_path: Path) -> None:
+    """What a recipe says of evaluations is not read then."""
+    (tmp_path / "a.jsonl").touch()
+    config = resolve("recipe=dapo_math", f"data.train_files={tmp_path}/a.jsonl", "data.val_files=none")
+    assert not config.data.holds_out and config.evaluation != Config().evaluation
+    assert not resolve("data.val_files=none", "trainer.eval_every=0").data.holds_out
+    assert "data.val_files=[]: must name a file, or be none: then nothing is held out" in refusal("data.val_files=[]")
+    assert refusal("data.train_files=[]") == "data.train_files=[]: must name a file"
 
 
 def test_data_files_may_be_a_list_as_in_verl(tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from configs.cli.compose import compose_job
-from configs.cli.help import COMMANDS, GROUPS, Help, first_sentence, options_of, section_of, sections
+from configs.cli.help import COMMANDS, GROUPS, Help, find_section, first_sentence, list_options, sections
 from configs.load import key_docs
-from scripts.launch.command import FAILED, Ended, Invocation, Main
+from scripts.command.command import FAILED, Ended, Invocation, Main
 
 
 def never(given: Invocation) -> Ended:
@@ -28,7 +28,7 @@ def test_a_section_has_the_values_of_the_recipe_and_of_the_command_line(capsys: 
         assert f"\n{line}\n" in text
     assert "\ntrainer.prompts_per_step = 16\n" not in text
     assert {line.partition(" = ")[0] for line in text.splitlines() if line.startswith("trainer.")} == {
-        key for key in key_docs() if section_of(key) == "trainer"
+        key for key in key_docs() if find_section(key) == "trainer"
     }
 
 
@@ -40,12 +40,17 @@ def test_what_make_train_uses_is_shown_and_not_the_schema(capsys: pytest.Capture
 def test_the_overview_names_every_option_and_every_section(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, "--help", "recipe=gsm8k", "model=tiny", command=command).splitlines()
     names = [line.lstrip(" *").split(maxsplit=1)[0] for line in lines if line.startswith("  ")]
-    assert [option for group in GROUPS for option in options_of(group) if option not in names] == []
+    assert [option for group in GROUPS for option in list_options(group) if option not in names] == []
     assert [section for section in sections() if section not in names] == []
     chosen = ["gsm8k", *["tiny"] * (3 if command == "sft" else 2)]
     assert [line.split()[1] for line in lines if line.startswith("  * ")] == chosen
     assert max(map(len, lines)) <= 80 and len(lines) <= (60 if command == "sft" else 54)
-    assert all(len(about) > 10 for group in GROUPS for about in options_of(group).values())
+    for group in ("recipe", "model"):
+        abouts = [
+            line.index(about[:9]) for about in list_options(group).values() for line in lines if about[:9] in line
+        ]
+        assert len(set(abouts)) == 1, "in one column"
+    assert all(len(about) > 10 for group in GROUPS for about in list_options(group).values())
 
 
 def test_a_key_and_a_group_are_topics_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,13 +60,23 @@ def test_a_key_and_a_group_are_topics_too(capsys: pytest.CaptureFixture[str]) ->
     assert "* small " in shown(capsys, "--help", "sizes") and "* hf " in shown(capsys, "--help", "sizes", "model=hf")
 
 
+def test_make_is_named_only_where_there_is_a_makefile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed package has none."""
+    monkeypatch.chdir(tmp_path)
+    assert "make train" not in (text := shown(capsys, "--help")) and "slipstream train [KEY=VALUE ...]" in text
+    (tmp_path / "Makefile").touch()
+    assert 'make train ARGS="[KEY=VALUE ...]"' in shown(capsys, "--help")
+
+
 def test_help_with_a_sweep_is_that_of_its_first_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nseed = 3\n" in shown(capsys, "-m", "--help", "run", "seed=3,4")
 
 
 def test_a_value_from_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "secret")
-    text = Help("train", *compose_job("train", ["wandb.name=${oc.env:MINE}"])).of("wandb")
+    text = Help("train", compose_job("train", ["wandb.name=${oc.env:MINE}"])).of("wandb")
     assert 'wandb.name = "${oc.env:MINE}"' in text and "secret" not in text
 
 

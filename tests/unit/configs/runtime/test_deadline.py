@@ -5,27 +5,21 @@ import asyncio
 import pytest
 
 from configs.runtime.deadline import within
-from tests.support.fakes import now, run_virtual
+from tests.support.fakes import now
 
 
-def test_a_deadline_names_its_key() -> None:
-    async def main() -> None:
-        with pytest.raises(TimeoutError, match=r"^waiting took longer than some.key=10$"):
-            async with within(10, "some.key", "waiting"):
-                await asyncio.sleep(20)
-        assert now() == 10
+async def test_a_deadline_names_its_key() -> None:
+    with pytest.raises(TimeoutError, match=r"^waiting took longer than some.key=10$"):
         async with within(10, "some.key", "waiting"):
-            await asyncio.sleep(9)
-
-    run_virtual(main())
+            await asyncio.sleep(20)
+    assert now() == 10
+    async with within(10, "some.key", "waiting"):
+        await asyncio.sleep(9)
 
 
 @pytest.mark.parametrize("error", [TimeoutError("its own"), OSError("broken")])
-def test_an_error_of_the_block_passes_and_later_nothing_comes(error: Exception) -> None:
-    async def main() -> None:
-        with pytest.raises(type(error), match=str(error)):
-            async with within(10, "some.key", "waiting"):
-                raise error
-        await asyncio.sleep(100)
-
-    run_virtual(main())
+async def test_an_error_of_the_block_passes_and_later_nothing_comes(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        async with within(10, "some.key", "waiting"):
+            raise error
+    await asyncio.sleep(100)

@@ -1,4 +1,5 @@
-"""What an environment may be and what is done for it: reset, close, threads, messages, limits, metrics."""
+"""An environment: what it may be, what is done for it (reset, close, threads, messages, limits), and what its failure
+costs."""
 
 import asyncio
 import threading
@@ -7,21 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.agents.environment import Observation, Step, Turn
-from rollout.agents.loop import Ends, Episode, EpisodeTask
+from rollout.agents.loop import Episode, EpisodeTask
 from rollout.agents.multi_turn import MultiTurn
-from rollout.request_ids import RequestId
-from rollout.sessions.messages import Message, Role, ToolCall
-from rollout.types import Completion, GenerationRequest, SamplingParams
+from rollout.chat.messages import Message, Role, ToolCall
+from rollout.progress import Attempt
+from rollout.types import Completion, GenerationRequest, SamplingParams, Trajectory
 from tests.support.characters import EOS, Characters
 from tests.support.chats import FakeChat
-from tests.support.episodes import episodes_of
-from tests.support.fakes import make_prompt, run_virtual, spans_of
+from tests.support.episodes import episodes_of, make_task
+from tests.support.fakes import make_completion, make_prompt, now, run_virtual
+from tests.support.rollouts import group_of
+from tests.support.scenes import GROUP_SIZE, Scene
 from tests.support.sequences import only
 
 OWN = {"turns": 1.0, "cut_observations": 0.0, "failed_closes": 0.0}
@@ -39,13 +41,8 @@ class Policy:
         return [self._say(request) for request in requests]
 
     def _say(self, request: GenerationRequest) -> Completion:
-        token_ids = np.array([*map(ord, self.text), EOS], np.int32)[: request.sampling.max_tokens]
-        return Completion(
-            token_ids=token_ids,
-            logprobs=np.full(len(token_ids), -1, np.float32),
-            spans=spans_of([3] * len(token_ids)),
-            finish_reason="stop" if token_ids[-1] == EOS else "length",
-        )
+        token_ids = [*map(ord, self.text), EOS][: request.sampling.max_tokens]
+        return make_completion(token_ids, [3] * len(token_ids), "stop" if token_ids[-1] == EOS else "length")
 
 
 class Recorded:
@@ -74,20 +71,17 @@ class Recorded:
             raise self._close_error
 
 
-def task(max_tokens: int = 40, stop: tuple[str, ...] = ()) -> EpisodeTask:
-    sampling = SamplingParams(max_tokens=max_tokens, stop=stop)
-    return EpisodeTask(request_id=RequestId(ordinal=17), prompt=make_prompt(17), index=0, sampling=sampling)
-
-
 def loop_of(environment: Any, **options: Any) -> MultiTurn:
     arguments: dict[str, Any] = {"max_turns": 3} | options
     return MultiTurn(lambda prompt: environment, Characters(), **arguments)
 
 
-def play(environment: Any, policy: Policy | None = None, asked: EpisodeTask | None = None, **options: Any) -> Episode:
+def play(
+    environment: Any, policy: Policy | None = None, episode_task: EpisodeTask | None = None, **options: Any
+) -> Episode:
     loop = loop_of(environment, **options)
     run = run_virtual if loop.chat is None else asyncio.run  # a thread takes no virtual time
-    episode = run(loop.run_episode(asked or task(), (policy or Policy()).generate))
+    episode = run(loop.run_episode(episode_task or make_task(), (policy or Policy()).generate))
     return episode
 
 
@@ -109,28 +103,18 @@ def test_the_first_observation_is_read_and_not_trained() -> None:
     assert (request.prompt_ids, request.sampling.max_tokens) == ((1, 2, ord("X"), ord("Y")), 38)
 
 
-@pytest.mark.parametrize("step", [Step(done=True), ValueError("no such tool")], ids=["done", "raises"])
-def test_every_environment_is_closed(step: Step | Exception) -> None:
-    environment = Recorded(step)
-    assert (play(environment).result is None) == isinstance(step, Step)
-    assert environment.events[-1] == "close"
-
-
-def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
+async def test_an_environment_is_closed_when_its_episode_is_cancelled() -> None:
     environment = Recorded()
 
     async def never(requests: Sequence[GenerationRequest]) -> list[Completion]:
         await asyncio.sleep(1e6)
         return []
 
-    async def scenario() -> None:
-        running = asyncio.create_task(loop_of(environment).run_episode(task(), never))
-        await asyncio.sleep(1)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    run_virtual(scenario())
+    running = asyncio.create_task(loop_of(environment).run_episode(make_task(), never))
+    await asyncio.sleep(1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert environment.events == ["reset", "close"]
 
 
@@ -154,7 +138,7 @@ def test_an_environment_that_cannot_begin_leaves_its_episode_without_a_reward() 
 def test_a_first_observation_without_room_for_an_answer_leaves_its_episode_without_a_reward() -> None:
     """The policy was not asked: a reward would be of something else."""
     policy = Policy()
-    episode = play(Recorded(first="XY"), policy, task(max_tokens=2))
+    episode = play(Recorded(first="XY"), policy, make_task(max_tokens=2))
     assert (episode.sequences, policy.requests) == ((), [])
     assert episode.result is not None and episode.result.error == (
         "ValueError: the environment begins with 2 tokens, which leaves the policy none of "
@@ -195,7 +179,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
     async def scenario() -> tuple[list[Episode], float]:
         longest, last = 0.0, time.monotonic()
-        running = asyncio.create_task(episodes_of(loop, [task()] * 8, Policy().generate))
+        running = asyncio.create_task(episodes_of(loop, [make_task()] * 8, Policy().generate))
         while not running.done():
             await asyncio.sleep(0.005)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -210,7 +194,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
 
 def test_a_plain_step_has_a_deadline() -> None:
-    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(task(), Policy().generate))
+    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(make_task(), Policy().generate))
     assert episode.result is not None
     assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
 
@@ -260,12 +244,12 @@ def test_messages_are_rendered_after_all_that_came_before() -> None:
         seen.append((token_ids, turn))
         return render(token_ids, turn, messages)
 
-    episode = play(
-        Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, chat=FakeChat(noting)
-    )
+    chat = FakeChat(noting)
+    episode = play(Recorded(Step(observation=says("x", "y")), Step(done=True), first=says("w")), policy, chat=chat)
     assert text_of(episode) == "[w]ab\0[x][y]ab\0"
     assert seen == [((1, 2), None), ((1, 2, *map(ord, "[w]ab\0")), "ab")]
     assert int(only(episode).loss_mask.sum()) == 6
+    assert len(chat.threads) == 1 and threading.get_ident() not in chat.threads
 
 
 @pytest.mark.parametrize(
@@ -307,7 +291,7 @@ def test_long_observations_are_cut_and_counted(observation: Observation, respons
 def test_a_turn_has_a_cap_beside_that_of_the_response() -> None:
     policy = Policy("a")
     environment = Recorded(Step(observation="XYZ"), Step(observation="XYZ"), Step(done=True))
-    episode = play(environment, policy, task(max_tokens=12), max_turn_tokens=3)
+    episode = play(environment, policy, make_task(max_tokens=12), max_turn_tokens=3)
     assert [request.sampling.max_tokens for request in policy.requests] == [3, 3, 2]
     assert (text_of(episode), episode.finish_reason) == ("a\0XYZa\0XYZa\0", "stop")
     cut = play(environment, Policy("abc"), max_turn_tokens=3)
@@ -316,7 +300,7 @@ def test_a_turn_has_a_cap_beside_that_of_the_response() -> None:
 
 def test_a_loop_adds_its_own_stop_strings() -> None:
     policy = Policy()
-    play(Recorded(Step(done=True)), policy, task(stop=("A",)), stop=("B",))
+    play(Recorded(Step(done=True)), policy, make_task(stop=("A",)), stop=("B",))
     assert policy.requests[0].sampling.stop == ("A", "B")
 
 
@@ -367,7 +351,96 @@ def test_what_environments_share_is_closed_at_the_end_of_the_run_whatever_one_of
         events.append("closed")
 
     loop = loop_of(None, closes=(fails, closes))
-    assert isinstance(loop, Ends)
     with pytest.raises(ExceptionGroup, match=r"1 of 2 could not be closed: \[OSError\('still busy'\)\]"):
         run_virtual(loop.close())
     assert events == ["closed"]
+
+
+# -- environments that fail or hang ------------------------------------------------------------------------------------
+
+
+TURN_TOKENS, TIMEOUT_S = 5, 60.0
+FOREVER_S = 1e6
+
+
+class World:
+    """The environments of a group: two turns each. The first of them hangs, or fails, in one method."""
+
+    def __init__(self, fails_in: str, error: Exception | None):
+        self.fails_in, self.error = fails_in, error
+        self.closed_at: list[float] = []
+        self._num_made = 0
+
+    def next(self, prompt: Any) -> "Environment":
+        self._num_made += 1
+        return Environment(self, is_bad=self._num_made == 1)
+
+
+class Environment:
+    def __init__(self, world: World, is_bad: bool):
+        self._world, self._is_bad, self._turns = world, is_bad, 0
+
+    async def _may_fail(self, method: str) -> None:
+        if self._is_bad and method == self._world.fails_in:
+            if self._world.error is not None:
+                raise self._world.error
+            await asyncio.sleep(FOREVER_S)
+
+    async def reset(self) -> str:
+        await self._may_fail("reset")
+        return ""
+
+    async def step(self, turn: Turn, /) -> Step:
+        await self._may_fail("step")
+        self._turns += 1
+        return Step(done=self._turns == 2, reward=0.5, observation="?")
+
+    async def close(self) -> None:
+        self._world.closed_at.append(now())
+        await self._may_fail("close")
+
+
+def play_group(world: World) -> tuple[Trajectory, ...]:
+    """A group, as an agent worker runs it. The engine has two seats, and a token takes a second."""
+
+    async def main() -> tuple[Trajectory, ...]:
+        loop = MultiTurn(world.next, Characters(), max_turns=3, max_turn_tokens=TURN_TOKENS, step_timeout_s=TIMEOUT_S)
+        scene = Scene(num_replicas=1, loop=loop)
+        await scene.manager.update_weights(0)
+        sampling, attempt = SamplingParams(max_tokens=30), Attempt()
+        group = await group_of(scene.worker.run_group(make_prompt(0), "replica-0", sampling, GROUP_SIZE, attempt))
+        return group.trajectories
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError("no world"), "OSError: no world"),
+        (None, "TimeoutError: a {} of the environment took longer than step_timeout_s=60.0"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_an_environment_that_fails_or_hangs_is_no_reward_of_zero(
+    method: str, error: Exception | None, expected: str
+) -> None:
+    world = World(method, error)
+    bad, *others = play_group(world)
+    assert bad.error == expected.format(method) and not bad.is_scored
+    assert [(trajectory.error, trajectory.reward, trajectory.is_scored) for trajectory in others] == [
+        (None, 1.0, True)
+    ] * 3
+    *early, last = sorted(world.closed_at)
+    assert len(early) == 3 and early[-1] < 40, "the others did not wait for it, and it is closed, too"
+    assert last < TIMEOUT_S + 20, "it has its deadline"
+
+
+def test_a_close_that_hangs_costs_no_other_episode_and_no_reward() -> None:
+    world = World("close", None)
+    trajectories = play_group(world)
+    assert [(trajectory.error, trajectory.reward) for trajectory in trajectories] == [(None, 1.0)] * GROUP_SIZE
+    assert [trajectory.agent_metrics["failed_closes"] for trajectory in trajectories] == [1.0, 0.0, 0.0, 0.0]
+    assert max(world.closed_at) < 40
+    assert {len(only(trajectory).response_ids) for trajectory in trajectories} == {2 * TURN_TOKENS + 1}

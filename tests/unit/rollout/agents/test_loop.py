@@ -10,7 +10,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.types import Completion, GenerationRequest
 from tests.support.characters import Characters
-from tests.support.fakes import make_completion, make_request, run_virtual
+from tests.support.fakes import make_completion, make_request
 
 FEW_DOCUMENTS: Any = {"kind": "world", "documents": 8}
 
@@ -21,11 +21,13 @@ def test_an_agent_loop_by_name() -> None:
         load_agent_loop("multi", None)
     with pytest.raises(ValueError, match=r"rollout.agent_loop=os.path:basename: gave 'x', which has no run"):
         load_agent_loop("os.path:basename", "x")
-    loop = load_agent_loop("rollout.search.tags:agent_loop", Characters(), {"retriever": FEW_DOCUMENTS, "max_turns": 7})
+    loop = load_agent_loop(
+        "rollout.environments.search.tags:agent_loop", Characters(), {"retriever": FEW_DOCUMENTS, "max_turns": 7}
+    )
     assert isinstance(loop, MultiTurn) and loop.max_turns == 7, "arguments by name"
 
 
-def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:
+async def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:
     calls: list[list[GenerationRequest]] = []
 
     async def generate(requests: list[GenerationRequest]) -> list[Completion]:
@@ -40,18 +42,14 @@ def test_what_is_complete_is_answered_at_once_and_the_rest_goes_on() -> None:
         (3, 0): PartialCompletion(prompt_checksum=checksum + 1, completion=done),  # of another prompt
     }
     requests = [make_request(f"9.4-{index}", 8) for index in range(4)]
-
-    async def main() -> None:
-        resumed = resume_from(partials, generate)
-        answers = await resumed(requests)
-        assert [answer.token_ids.tolist() for answer in answers] == [[5], [1], [1], [1]]
-        assert calls == [[replace(requests[1], partial=begun), requests[2], requests[3]]]
-        assert await resumed(requests[:1]) == [done] and len(calls) == 1, "the replica is not asked for nothing"
-
-    run_virtual(main())
+    resumed = resume_from(partials, generate)
+    answers = await resumed(requests)
+    assert [answer.token_ids.tolist() for answer in answers] == [[5], [1], [1], [1]]
+    assert calls == [[replace(requests[1], partial=begun), requests[2], requests[3]]]
+    assert await resumed(requests[:1]) == [done] and len(calls) == 1, "the replica is not asked for nothing"
 
 
-def test_what_was_sampled_once_goes_on_in_one_request_only() -> None:
+async def test_what_was_sampled_once_goes_on_in_one_request_only() -> None:
     """Three answers were asked to one prompt, and the third had not begun; a fourth is asked later."""
     calls: list[list[Completion | None]] = []
 
@@ -69,12 +67,8 @@ def test_what_was_sampled_once_goes_on_in_one_request_only() -> None:
         replace(make_request("9.4-0", 8), request_id=replace(make_request("9.4-0", 8).request_id, turn=turn))
         for turn in (2, 1, 0, 3)
     ]
-
-    async def main() -> None:
-        resumed = resume_from(partials, generate)
-        answers = await resumed(turns[:3])
-        assert [answer.token_ids.tolist() for answer in answers] == [[1], [1], [5]] and calls == [[None, begun]]
-        await resumed(turns[3:])
-        assert calls[1:] == [[None]], "not what another request has"
-
-    run_virtual(main())
+    resumed = resume_from(partials, generate)
+    answers = await resumed(turns[:3])
+    assert [answer.token_ids.tolist() for answer in answers] == [[1], [1], [5]] and calls == [[None, begun]]
+    await resumed(turns[3:])
+    assert calls[1:] == [[None]], "not what another request has"

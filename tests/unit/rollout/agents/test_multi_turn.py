@@ -1,21 +1,23 @@
 """Episodes of several turns: tokens, masks, versions and limits by hand; the calculator over a whole group."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.agents import calculator
 from rollout.agents.environment import Step
 from rollout.agents.loop import Episode, EpisodeTask, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
-from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams, TurnReward, VersionSpan
+from rollout.environments import calculator
+from rollout.types import Completion, GenerationRequest, TurnReward, VersionSpan
 from tests.support.characters import EOS, Characters
-from tests.support.episodes import episodes_of
+from tests.support.episodes import episodes_of, make_task
 from tests.support.fakes import make_prompt, run_virtual, spans_of
+from tests.support.routes import rows_of, some_routes
 from tests.support.sequences import only
 
 
@@ -46,33 +48,19 @@ class Policy:
 class Script:
     """An environment that answers step by step, and writes down what it hears."""
 
-    def __init__(self, *steps: Step | Exception, seconds: float = 0.0):
+    def __init__(self, *steps: Step):
         self.heard: list[str] = []
         self._steps = iter(steps)
-        self._seconds = seconds
 
     async def step(self, text: str) -> Step:
         self.heard.append(text)
-        await asyncio.sleep(self._seconds)
-        step = next(self._steps)
-        if isinstance(step, Exception):
-            raise step
-        return step
-
-
-def task(episode: int = 0, max_tokens: int = 40, seed: int | None = None) -> EpisodeTask:
-    return EpisodeTask(
-        request_id=RequestId(ordinal=17, episode=episode),
-        prompt=make_prompt(17),
-        index=episode,
-        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
-    )
+        return next(self._steps)
 
 
 def play(policy: Policy, *scripts: Script, tasks: list[EpisodeTask] | None = None, max_turns: int = 4) -> list[Episode]:
     waiting = iter(scripts)
-    loop = MultiTurn(lambda prompt: next(waiting), Characters(), max_turns=max_turns, step_timeout_s=60)
-    return run_virtual(episodes_of(loop, tasks or [task()], policy.generate))
+    loop = MultiTurn(lambda prompt: next(waiting), Characters(), max_turns=max_turns)
+    return run_virtual(episodes_of(loop, tasks or [make_task()], policy.generate))
 
 
 def test_a_conversation_is_one_response() -> None:
@@ -97,20 +85,20 @@ def test_a_conversation_is_one_response() -> None:
     assert (str(first.request_id), str(second.request_id)) == ("17-0", "17-0-1")
 
 
-def test_no_episode_waits_for_the_environment_of_another() -> None:
-    lines = [("a", [1, 1]), ("b", [1, 1]), ("c", [1, 1])]
-    policy = Policy(lines, lines)
-    more, end = Step(observation="?"), Step(done=True)
-    slow, fast = Script(more, end, seconds=30), Script(more, more, end, seconds=1)
-    episodes = play(policy, slow, fast, tasks=[task(0), task(1)])
-    assert [[request.request_id.in_group for request in call] for call in policy.calls] == [
-        [(0, 0)],
-        [(1, 0)],
-        [(1, 1)],
-        [(1, 2)],
-        [(0, 1)],
-    ]
-    assert [len(only(episode).response_ids) for episode in episodes] == [5, 8]
+class RoutedPolicy(Policy):
+    """Says the experts of all inputs but those that are known, by their place in the conversation."""
+
+    def _say(self, request: GenerationRequest) -> Completion:
+        answer = super()._say(request)
+        inputs = range(request.num_routed, len(request.prompt_ids) + answer.num_tokens - 1)
+        return replace(answer, routes=some_routes(inputs))
+
+
+def test_a_turn_brings_the_experts_of_what_is_new() -> None:
+    policy = RoutedPolicy([("ab", [4, 4, 5]), ("c", [5, 6]), ("d", [6, 6])])
+    (episode,) = play(policy, Script(Step(observation="XY"), Step(observation="Z"), Step(done=True)))
+    assert rows_of(only(episode).routes) == list(range(len(only(episode).token_ids) - 1))
+    assert [call[0].num_routed for call in policy.calls] == [0, 2 + 3 - 1, 2 + 3 + 2 + 2 - 1]
 
 
 def test_every_turn_keeps_the_reward_it_got() -> None:
@@ -134,7 +122,7 @@ def test_every_turn_keeps_the_reward_it_got() -> None:
 def test_the_limit_is_of_the_whole_response(max_tokens: int, response: str, finish_reason: str) -> None:
     policy = Policy([("ab", [4] * 3), ("c", [4] * 2)])
     script = Script(Step(observation="XY"), Step(done=True))
-    (episode,) = play(policy, script, tasks=[task(max_tokens=max_tokens)])
+    (episode,) = play(policy, script, tasks=[make_task(max_tokens=max_tokens)])
     assert "".join(map(chr, only(episode).response_ids)) == response
     assert episode.finish_reason == finish_reason
     assert sum(span.end - span.start for span in only(episode).spans) == only(episode).loss_mask.sum()
@@ -147,38 +135,12 @@ def test_an_episode_out_of_turns_is_cut_off() -> None:
     assert len(policy.calls) == 2
     assert "".join(map(chr, only(episode).response_ids)) == "a\0?a\0"
     assert episode.finish_reason == "length"
-    with pytest.raises(ValueError, match="max_turns=0: must be a whole number, at least 1"):
-        MultiTurn(Script, Characters(), max_turns=0)  # pyright: ignore
-
-
-def test_an_environments_rewards_add_up() -> None:
-    policy = Policy([("a", [1, 1])] * 3)
-    (episode,) = play(policy, Script(Step(reward=0.25), Step(), Step(reward=0.5, done=True)))
-    assert episode.result is not None and (episode.result.reward, episode.result.error) == (0.75, None)
-    assert only(episode).spans == (VersionSpan(0, 6, 1),), "without an observation there is nothing between the turns"
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        (Script(Step(observation="?", reward=1.0), ValueError("no such tool")), "ValueError: no such tool"),
-        (
-            Script(Step(observation="?"), seconds=61),
-            "TimeoutError: a step of the environment took longer than step_timeout_s=60",
-        ),
-    ],
-)
-def test_an_environment_that_fails_leaves_its_episode_without_a_reward(script: Script, error: str) -> None:
-    policy = Policy([("x", [1, 1])] * 2, [("y", [1, 1])])
-    failed, fine = play(policy, script, Script(Step(done=True)), tasks=[task(0), task(1)])
-    assert failed.result is not None and failed.result.error == error
-    assert fine.result is None and fine.finish_reason == "stop"
 
 
 def test_every_turn_has_a_seed_of_its_own() -> None:
     policy = Policy([("a", [1, 1])] * 3, [("a", [1, 1])] * 3)
     scripts = [Script(Step(), Step(), Step(done=True)) for _ in range(2)]
-    play(policy, *scripts, tasks=[task(0, seed=3), task(1, seed=4)])
+    play(policy, *scripts, tasks=[make_task(0, seed=3), make_task(1, seed=4)])
     seeds = [request.sampling.seed for call in policy.calls for request in call]
     assert len(set(seeds)) == 6 and None not in seeds
     play(policy, Script(Step(done=True)))
@@ -202,7 +164,7 @@ def test_spans_cover_what_was_sampled_in_ascending_versions(
         lines.append(("p" * length, versions))
         steps.append(Step(observation="o" * observation))
         expected += versions + [-1] * observation
-    (episode,) = play(Policy(lines), Script(*steps), tasks=[task(max_tokens=max_tokens)], max_turns=len(turns))
+    (episode,) = play(Policy(lines), Script(*steps), tasks=[make_task(max_tokens=max_tokens)], max_turns=len(turns))
     num_tokens = len(only(episode).response_ids)
     assert num_tokens <= max_tokens
     by_token = np.full(num_tokens, -1)
@@ -237,9 +199,20 @@ def test_the_calculator_answers_a_call_at_the_end_of_a_turn(turn: str, observati
 
 def test_a_group_with_the_calculator() -> None:
     policy = Policy([("calc: 6 * 7", [1] * 12), ("#### 42", [2] * 8)], [("#### 41", [1] * 8)])
-    loop = load_agent_loop("rollout.agents.calculator:agent_loop", Characters())
-    worked, guessed = run_virtual(episodes_of(loop, [task(0), task(1)], policy.generate))
+    loop = load_agent_loop("rollout.environments.calculator:agent_loop", Characters())
+    worked, guessed = run_virtual(episodes_of(loop, [make_task(0), make_task(1)], policy.generate))
     assert Characters().decode(only(worked).response_ids, True) == "calc: 6 * 7\n= 42\n#### 42"
     assert int((~only(worked).loss_mask).sum()) == len("\n= 42\n")
     assert only(worked).spans == (VersionSpan(0, 12, 1), VersionSpan(18, 26, 2))
     assert Characters().decode(only(guessed).response_ids, True) == "#### 41"
+
+
+@pytest.mark.parametrize("reward", ["1", [1.0], float("nan"), 10**400])
+def test_a_step_whose_reward_is_no_number_fails_its_episode_and_no_other(reward: Any) -> None:
+    policy = Policy([("ab", [1] * 3)], [("ab", [1] * 3)])
+    wrong, right = Script(Step(done=True, reward=reward)), Script(Step(done=True, reward=1.0))
+    tasks = [make_task(index=index) for index in range(2)]
+    first, second = play(policy, wrong, right, tasks=tasks)
+    assert first.result is not None and only(first).turn_rewards == ()
+    assert "the reward of a step must be a finite number" in (first.result.error or "") or reward == 10**400
+    assert first.result.error is not None and second.result is not None and second.result.reward == 1.0

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.agents.environment import Step, Turn
-from rollout.agents.loop import EpisodeTask
 from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.pool import PoolClosedError, Warmed
-from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, SamplingParams
+from rollout.types import Completion, GenerationRequest
 from tests.support.characters import Characters
-from tests.support.episodes import episodes_of
+from tests.support.episodes import episodes_of, make_task
 from tests.support.fakes import make_completion, make_prompt, now, run_virtual
 
 START_S, END_S = 10.0, 1.0
@@ -66,43 +63,35 @@ def pool_of(host: Host, **options: Any) -> Warmed[Sandbox]:
     return Warmed(host.start, end=host.end, **arguments)
 
 
-def test_with_a_start_of_ten_seconds_an_episode_waits_for_none() -> None:
-    """But for the first. A turn takes a second."""
+async def test_with_a_start_of_ten_seconds_an_episode_waits_for_none() -> None:
+    """Only the first episodes wait. A turn takes twelve seconds."""
+    host = Host()
+    pool = pool_of(host, size=4)
+    resets: list[float] = []
 
-    async def main() -> None:
-        host = Host()
-        pool = pool_of(host, size=4)
-        resets: list[float] = []
+    class Shell:
+        async def reset(self) -> str:
+            began = now()
+            self.sandbox = await pool.take()
+            resets.append(now() - began)
+            return ""
 
-        class Shell:
-            async def reset(self) -> str:
-                began = now()
-                self.sandbox = await pool.take()
-                resets.append(now() - began)
-                return ""
+        async def step(self, turn: Turn, /) -> Step:
+            return Step(done=True)
 
-            async def step(self, turn: Turn, /) -> Step:
-                return Step(done=True)
+        async def close(self) -> None:
+            pool.give_back(self.sandbox)
 
-            async def close(self) -> None:
-                pool.give_back(self.sandbox)
+    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(12)
+        return [make_completion([7], [0], "stop") for _ in requests]
 
-        async def generate(requests: list[GenerationRequest]) -> list[Completion]:
-            await asyncio.sleep(12)
-            return [make_completion([7], [0], "stop") for _ in requests]
-
-        loop = MultiTurn(lambda prompt: Shell(), Characters(), max_turns=1)
-        sampling = SamplingParams(max_tokens=9)
-        for ordinal in range(5):
-            task = EpisodeTask(
-                request_id=RequestId(ordinal=ordinal), prompt=make_prompt(ordinal), index=0, sampling=sampling
-            )
-            await episodes_of(loop, [task] * 4, generate)
-        assert resets == [START_S] * 4 + [0.0] * 16
-        await pool.close()
-        assert len(host.made) == len(host.ended) == 4 * 6
-
-    run_virtual(main())
+    loop = MultiTurn(lambda prompt: Shell(), Characters(), max_turns=1)
+    for ordinal in range(5):
+        await episodes_of(loop, [make_task(0, make_prompt(ordinal))] * 4, generate)
+    assert resets == [START_S] * 4 + [0.0] * 16
+    await pool.close()
+    assert len(host.made) == len(host.ended) == 4 * 6
 
 
 schedules = st.lists(
@@ -165,7 +154,7 @@ def test_none_is_shared_none_is_left_behind_and_no_more_wait_than_allowed(
                 await asyncio.sleep(0.5)
 
         watching = asyncio.create_task(watch())
-        clients = [asyncio.create_task(client.follow(*one)) for one in schedule]
+        clients = [asyncio.create_task(client.follow(*visit)) for visit in schedule]
         await asyncio.sleep(closed_at)
         await pool.close()
         async with asyncio.timeout(200):
@@ -178,17 +167,14 @@ def test_none_is_shared_none_is_left_behind_and_no_more_wait_than_allowed(
     run_virtual(main())
 
 
-def test_a_start_that_fails_is_raised_to_the_episode_that_needed_it_and_to_no_other() -> None:
-    async def main() -> None:
-        host = Host([OSError("no room"), 1.0, 1.0, 20.0, 20.0, 20.0])
-        pool = pool_of(host, size=1)
-        first, second, third = (asyncio.create_task(pool.take()) for _ in range(3))
-        assert [one.number for one in (await first, await second)] == [1, 2], "the first that is there"
-        with pytest.raises(OSError, match="no room"):
-            await third
-        await pool.close()
-
-    run_virtual(main())
+async def test_a_start_that_fails_is_raised_to_the_episode_that_needed_it_and_to_no_other() -> None:
+    host = Host([OSError("no room"), 1.0, 1.0, 20.0, 20.0, 20.0])
+    pool = pool_of(host, size=1)
+    first, second, third = (asyncio.create_task(pool.take()) for _ in range(3))
+    assert [sandbox.number for sandbox in (await first, await second)] == [1, 2], "the first that is there"
+    with pytest.raises(OSError, match="no room"):
+        await third
+    await pool.close()
 
 
 def test_a_start_that_nobody_waited_for_is_tried_again_when_one_is_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,66 +194,54 @@ def test_a_start_that_nobody_waited_for_is_tried_again_when_one_is_taken(caplog:
     assert "is tried again when the next is taken" in caplog.text
 
 
-def test_one_that_comes_as_its_episode_is_cancelled_is_the_next_ones() -> None:
-    async def main() -> None:
-        host = Host([START_S, 20.0, 20.0])
-        pool = pool_of(host, size=1)
-        taking = asyncio.create_task(pool.take())
-        await asyncio.sleep(START_S)
-        while pool._waiting:  # it was given one, and has not heard of it
-            await asyncio.sleep(0)
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        assert await pool.take() is host.made[0]
-        await pool.close()
-
-    run_virtual(main())
+async def test_one_that_comes_as_its_episode_is_cancelled_is_the_next_ones() -> None:
+    host = Host([START_S, 20.0, 20.0])
+    pool = pool_of(host, size=1)
+    taking = asyncio.create_task(pool.take())
+    await asyncio.sleep(START_S)
+    while pool._waiting:  # it was given one, and has not heard of it
+        await asyncio.sleep(0)
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert await pool.take() is host.made[0]
+    await pool.close()
 
 
-def test_one_that_died_while_it_waited_is_replaced() -> None:
-    async def main() -> None:
-        host = Host()
-        pool = pool_of(host, size=2, works=lambda sandbox: asyncio.sleep(0, not sandbox.is_dead))
-        pool.give_back(await pool.take())
-        await asyncio.sleep(2 * START_S)
-        dead, alive = host.made[1:3]
-        dead.is_dead = True
-        assert await pool.take() is alive
-        assert dead in host.ended
-        await pool.close()
-
-    run_virtual(main())
+async def test_one_that_died_while_it_waited_is_replaced() -> None:
+    host = Host()
+    pool = pool_of(host, size=2, works=lambda sandbox: asyncio.sleep(0, not sandbox.is_dead))
+    pool.give_back(await pool.take())
+    await asyncio.sleep(2 * START_S)
+    dead, alive = host.made[1:3]
+    dead.is_dead = True
+    assert await pool.take() is alive
+    assert dead in host.ended
+    await pool.close()
 
 
-def test_one_that_can_be_renewed_is_used_again_and_no_other_is_started() -> None:
-    async def main() -> None:
-        host = Host()
-        pool = pool_of(host, size=2, renew=host.renew)
-        for _ in range(5):
-            taken = [await pool.take(), await pool.take()]
-            for one in taken:
-                pool.give_back(one)
-            await asyncio.sleep(5)
-        assert host.num_starts <= 3 and not host.ended[1:]
-        await pool.close()
-        assert Counter(host.made) == Counter(host.ended)
-
-    run_virtual(main())
-
-
-def test_what_is_given_back_twice_is_refused() -> None:
-    async def main() -> None:
-        pool = pool_of(Host())
-        sandbox = await pool.take()
-        pool.give_back(sandbox)
-        with pytest.raises(ValueError, match="is not handed out: it was given back before, or is of another pool"):
+async def test_one_that_can_be_renewed_is_used_again_and_no_other_is_started() -> None:
+    host = Host()
+    pool = pool_of(host, size=2, renew=host.renew)
+    for _ in range(5):
+        taken = [await pool.take(), await pool.take()]
+        for sandbox in taken:
             pool.give_back(sandbox)
-        await pool.close()
-        with pytest.raises(PoolClosedError):
-            await pool.take()
+        await asyncio.sleep(5)
+    assert host.num_starts <= 3 and not host.ended[1:]
+    await pool.close()
+    assert Counter(host.made) == Counter(host.ended)
 
-    run_virtual(main())
+
+async def test_what_is_given_back_twice_is_refused() -> None:
+    pool = pool_of(Host())
+    sandbox = await pool.take()
+    pool.give_back(sandbox)
+    with pytest.raises(ValueError, match="is not handed out: it was given back before, or is of another pool"):
+        pool.give_back(sandbox)
+    await pool.close()
+    with pytest.raises(PoolClosedError):
+        await pool.take()
     with pytest.raises(ValueError, match="size=0: must be at least 1"):
         pool_of(Host(), size=0)
 
@@ -293,25 +267,3 @@ def test_one_that_a_thread_starts_too_late_is_ended() -> None:
 
     asyncio.run(main())
     assert made and ended.is_set()
-
-
-@pytest.mark.parametrize("plain", [False, True])
-def test_functions_may_be_plain_or_async(plain: bool) -> None:
-    ended: list[str] = []
-
-    async def start() -> str:
-        return "sandbox"
-
-    async def end(sandbox: str) -> None:
-        ended.append(sandbox)
-
-    make: Callable[[], Any] = (lambda: "sandbox") if plain else start
-    stop: Callable[[str], Any] = ended.append if plain else end
-
-    async def main() -> None:
-        pool = Warmed(make, end=stop, size=1, timeout_s=5.0)
-        pool.give_back(await pool.take())
-        await pool.close()
-
-    asyncio.run(main())
-    assert set(ended) == {"sandbox"}

@@ -11,24 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.agents.environment import Observation, Step, Turn
-from rollout.agents.loop import Episode, EpisodeTask
+from rollout.agents.loop import Episode
 from rollout.agents.multi_turn import MultiTurn
+from rollout.chat.messages import Message, Role
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import RequestId
-from rollout.sessions.messages import Message, Role
 from rollout.snapshot import capture, decode, encode, restore
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support.characters import Characters
 from tests.support.chats import FakeChat
-from tests.support.fakes import make_completion, make_prompt, run_virtual
+from tests.support.episodes import make_task
+from tests.support.fakes import make_completion, run_virtual
 from tests.support.scenes import GROUP_SIZE, Scene
 from tests.support.sequences import only
 
 TURN_TOKENS = 5
 FIRST_FOUND = 100
-
-
-# -- a run that is cut off and resumed ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -87,15 +85,12 @@ def test_cut_anywhere_a_resumed_run_looks_nothing_up_twice_and_samples_nothing_t
         group = await scene.group()
         assert sampled + scene.engines[0].usage.tokens == GROUP_SIZE * 3 * TURN_TOKENS
         sequences = [only(trajectory) for trajectory in group.trajectories]
-        heard_by = [Characters().decode(one.response_ids[~one.loss_mask], True) for one in sequences]
+        heard_by = [Characters().decode(sequence.response_ids[~sequence.loss_mask], True) for sequence in sequences]
         assert sorted(text[i : i + 2] for text in heard_by for i in (0, 2)) == sorted(index.found)
         assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * GROUP_SIZE
         await running
 
     run_virtual(second(*run_virtual(first())))
-
-
-# -- one episode -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -126,19 +121,12 @@ class Policy:
 
 
 def play(says: Says, policy: Policy, recorded: dict[int, PartialCompletion], chat: FakeChat | None = None) -> Episode:
-    task = EpisodeTask(
-        request_id=RequestId(ordinal=17),
-        prompt=make_prompt(17),
-        index=0,
-        sampling=SamplingParams(max_tokens=40),
-        recorded=recorded,
-    )
     loop = MultiTurn(lambda prompt: says, Characters(), max_turns=4, chat=chat)
-    return asyncio.run(loop.run_episode(task, policy.generate))
+    return asyncio.run(loop.run_episode(make_task(recorded=recorded), policy.generate))
 
 
 def recorded_in(policy: Policy) -> dict[int, PartialCompletion]:
-    """As a replica reports it and a checkpoint keeps it."""
+    """Return the observations as a replica reports them and a checkpoint keeps them."""
     return {
         request.request_id.turn: PartialCompletion(
             prompt_checksum=prompt_checksum(request.prompt_ids),
@@ -157,7 +145,7 @@ def says_in_messages(*contents: str) -> list[Observation]:
     return [[Message(role=Role.user, content=content)] for content in contents]
 
 
-CHAT = FakeChat(lambda ids, turn, messages: [ord(one) for message in messages for one in f"[{message.content}]"])
+CHAT = FakeChat(lambda ids, turn, messages: [ord(letter) for message in messages for letter in f"[{message.content}]"])
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def test_calls_beyond_the_threads_wait_and_an_abandoned_one_keeps_its_thread(mon
     async def scenario() -> None:
         await asyncio.gather(*(in_thread(counted, 5.0, "key", "a call") for _ in range(10)))
         hangs = [in_thread(may_end.wait, 0.05, "key", "a call that hangs") for _ in range(2)]
-        assert all(isinstance(one, TimeoutError) for one in await asyncio.gather(*hangs, return_exceptions=True))
+        assert all(
+            isinstance(outcome, TimeoutError) for outcome in await asyncio.gather(*hangs, return_exceptions=True)
+        )
         with pytest.raises(TimeoutError, match="waiting for one of 2 threads for a call took longer than key=0.05"):
             await in_thread(counted, 0.05, "key", "a call")
         may_end.set()
@@ -83,9 +85,25 @@ def test_a_call_that_outlives_its_event_loop_says_nothing(capfd: pytest.CaptureF
     may_end = threading.Event()
     with pytest.raises(TimeoutError):
         asyncio.run(in_thread(may_end.wait, 0.01, "key", "outlives the loop"))
-    (thread,) = [one for one in threading.enumerate() if one.name == "outlives the loop"]
+    (thread,) = [each for each in threading.enumerate() if each.name == "outlives the loop"]
     may_end.set()
     thread.join(5)
     assert not thread.is_alive() and thread.daemon
     sys.stderr.flush()
     assert capfd.readouterr().err == ""
+
+
+def no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_thread_that_cannot_start_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "MAX_THREADS", 1)
+
+    async def scenario() -> int:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start new thread"):
+            patch.setattr(threading.Thread, "start", no_more_threads)
+            await in_thread(lambda: 1, 5.0, "key", "a call")
+        return await in_thread(lambda: 2, 5.0, "key", "a call")
+
+    assert asyncio.run(scenario()) == 2

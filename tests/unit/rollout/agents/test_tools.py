@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -14,16 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.agents.environment import Turn
-from rollout.agents.loop import EpisodeTask
-from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
-from rollout.request_ids import RequestId
-from rollout.sessions.messages import Message, Role, ToolCall
-from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.support.characters import Characters
-from tests.support.chats import FakeChat
-from tests.support.fakes import make_completion, make_prompt
-from tests.support.sequences import only
+from rollout.chat.messages import Message, Role, ToolCall
 
 
 class Unit(Enum):
@@ -117,7 +109,7 @@ def test_a_schema_by_hand() -> None:
         },
     }
     assert json.loads(json.dumps(spec.parameters)) == spec.parameters
-    assert [one.name for one in TOOLS.specs()] == ["weather", "add", "fail", "sleep", "repeat"]
+    assert [spec.name for spec in TOOLS.specs()] == ["weather", "add", "fail", "sleep", "repeat"]
 
 
 def no_type(text) -> None: ...  # pyright: ignore[reportMissingParameterType]
@@ -253,39 +245,6 @@ def test_calls_of_one_turn_may_run_in_order() -> None:
     calls = [ToolCall(call_id=text, name="note", arguments=f'{{"text": "{text}"}}') for text in "ab"]
     asyncio.run(ToolEnvironment(Toolbox([note]), in_order=True).step(turn(*calls)))
     assert events == ["begin a", "end a", "begin b", "end b"]
-
-
-def test_an_episode_with_tools() -> None:
-    """The policy says "2+2" as a call, reads the result, and answers."""
-    lines = iter(["2+2", "4!"])
-
-    async def generate(requests: list[GenerationRequest]) -> list[Completion]:
-        return [
-            make_completion([*map(ord, next(lines))], [1, 1, 1][: 3 - (len(request.prompt_ids) > 2)], "stop")
-            for request in requests
-        ]
-
-    def parse(token_ids: Sequence[int]) -> Message:
-        left, plus, right = "".join(map(chr, token_ids)).partition("+")
-        arguments = json.dumps({"left": left, "right": right})
-        calls = (ToolCall(call_id="call_0", name="add", arguments=arguments),) if plus else ()
-        return Message(role=Role.assistant, tool_calls=calls)
-
-    def render(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Message]) -> list[int]:
-        assert turn is not None and turn.tool_calls is not None
-        names = {call.call_id: call.name for call in turn.tool_calls}
-        return [ord(letter) for message in messages for letter in f"<{names[str(message.call_id)]} {message.content}>"]
-
-    chat = FakeChat(render, parse)
-    loop = MultiTurn(lambda prompt: ToolEnvironment(TOOLS), Characters(), max_turns=4, chat=chat)
-    task = EpisodeTask(
-        request_id=RequestId(ordinal=0), prompt=make_prompt(0), index=0, sampling=SamplingParams(max_tokens=40)
-    )
-    episode = asyncio.run(loop.run_episode(task, generate))
-    assert "".join(map(chr, only(episode).response_ids)) == "2+2<add 4>4!"
-    assert (episode.finish_reason, episode.result) == ("stop", None), "rollout.reward scores it"
-    assert episode.metrics["tool_calls"] == 1 and episode.metrics["turns"] == 2
-    assert len(chat.threads) == 1 and threading.get_ident() not in chat.threads
 
 
 def test_without_a_parser_it_says_so() -> None:

@@ -1,58 +1,41 @@
 """Episodes to trajectories, with their rewards: on a made-up tokenizer and replicas."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from configs.rollout import RewardPlace
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
-from rollout.agents.worker import AgentWorker
-from rollout.errors import NoTokensError
-from rollout.progress import Attempt
+from rollout.agents.worker import AgentWorker, Relay
+from rollout.errors import NoTokensError, ReplicaLostError
+from rollout.progress import Attempt, EpisodesOpen
+from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup, VersionSpan
-from tests.support.fakes import make_prompt, now, run_virtual
+from rollout.rewards.scoring import load_scorer
+from rollout.types import (
+    EMPTY,
+    Completion,
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    TokenSequence,
+    TrajectoryGroup,
+    VersionSpan,
+)
+from tests.support.chat_models import FAMILIES
+from tests.support.fakes import make_prompt, now, run_virtual, settle
+from tests.support.letters import EOS, FakeReplica, FakeTokenizer
 from tests.support.rewards import CountsCalls, threaded
+from tests.support.rollouts import group_of
 from tests.support.sequences import only
+from trainer.tiny.chat_templates import build_tokenizer
 
-EOS = 0
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, seed=3)
-
-
-class FakeTokenizer:
-    """One token per character. EOS is left out of decoded text."""
-
-    eos_token_id = EOS
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(chr(token) for token in token_ids if token != EOS)
-
-
-class FakeReplica:
-    """Answers request i of a prompt with the letters of `answers[i]` and an EOS, sampled by version 4 and then 5."""
-
-    def __init__(self, *answers: str):
-        self.calls: list[list[GenerationRequest]] = []
-        self._answers = answers
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        self.calls.append(requests)
-        return [self._complete(answer) for _, answer in zip(requests, self._answers, strict=True)]
-
-    def _complete(self, answer: str) -> Completion:
-        token_ids = np.array([*map(ord, answer), EOS], np.int32)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=-np.arange(len(token_ids), dtype=np.float32),
-            spans=(VersionSpan(0, 1, 4), VersionSpan(1, len(token_ids), 5)),
-            finish_reason="stop",
-            cached_tokens=len(answer),
-        )
 
 
 class BusyReplica(FakeReplica):
@@ -89,7 +72,7 @@ def make_worker(
 
 
 def run_group(worker: AgentWorker, ordinal: int = 17, sampling: SamplingParams = SAMPLING, size: int = 2) -> Any:
-    return run_virtual(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt(), on_open=[].append))
+    return run_virtual(group_of(worker.run_group(make_prompt(ordinal), "r0", sampling, size, Attempt())))
 
 
 class AsksNothing:
@@ -142,10 +125,26 @@ def test_requests_carry_the_prompt_and_the_sampling_with_the_end_of_sequence_as_
     for request in requests_of(17, 2, replace(SAMPLING, stop_token_ids=(9,))):
         assert request.prompt_ids == (1, 2)
         assert replace(request.sampling, seed=3) == replace(SAMPLING, stop_token_ids=(9, EOS))
-
-
-def test_ignoring_the_end_of_sequence_does_not_stop_at_it() -> None:
     assert {r.sampling.stop_token_ids for r in requests_of(17, 2, replace(SAMPLING, ignore_eos=True))} == {()}
+
+
+def test_rollouts_and_evaluations_of_chats_stop_where_the_template_ends_turns_too() -> None:
+    """A base model: its own end is another one."""
+    family = replace(FAMILIES["qwen2.5"], eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>"))
+    tokenizer = build_tokenizer(family)
+    eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    for chat_template, ends in [(False, {eos}), (True, {eos, end})]:
+        replica = FakeReplica("a")
+        worker = make_worker(r0=replica)
+        config = replace(worker.config, data=replace(worker.config.data, chat_template=chat_template))
+        worker = replace(worker, config=config, tokenizer=tokenizer)
+        run_group(worker, size=1)
+        run_virtual(worker.evaluate([make_prompt(3)], "r0", SAMPLING, 1))
+        assert [set(request.sampling.stop_token_ids) for (request,) in replica.calls] == [ends, ends]
+    tokenizer.eos_token = None
+    replica = FakeReplica("a")
+    run_group(replace(make_worker(r0=replica), tokenizer=tokenizer), size=1)
+    assert replica.calls[0][0].sampling.stop_token_ids == (), "and not (None,)"
 
 
 def test_request_ids_and_seeds_are_unique_over_all_trajectories_of_a_run() -> None:
@@ -184,7 +183,7 @@ def test_a_reward_that_fails_marks_its_trajectory_and_no_other() -> None:
 
 
 def test_a_response_near_its_limit_is_punished_beside_its_reward() -> None:
-    """Of at most 6 tokens the last 4 are the buffer: 2 tokens cost nothing, 3 a quarter, 5 three quarters."""
+    """The last 4 of at most 6 tokens are the buffer: 2 tokens cost nothing, 3 a quarter, 5 three quarters."""
     config = Config(
         rollout=RolloutConfig(max_response_tokens=6),
         algorithm=AlgorithmConfig(overlong_buffer_tokens=4, overlong_penalty=2.0),
@@ -251,8 +250,7 @@ class OneByOne:
         return episode
 
 
-def test_an_episode_is_told_of_and_scored_when_it_ends_and_not_when_the_slowest_does() -> None:
-    told: list[tuple[float, int]] = []
+async def test_an_episode_is_told_of_and_scored_when_it_ends_and_not_when_the_slowest_does() -> None:
     scored: list[tuple[float, str]] = []
 
     async def reward(prompt: Prompt, text: str) -> float:
@@ -260,15 +258,41 @@ def test_an_episode_is_told_of_and_scored_when_it_ends_and_not_when_the_slowest_
         await asyncio.sleep(5)
         return 1.0
 
-    async def main() -> TrajectoryGroup:
-        worker = make_worker(reward, loop=OneByOne(), r0=FakeReplica("a"))
-        on_open = lambda count: told.append((now(), count))  # noqa: E731
-        return await worker.run_group(make_prompt(17), "r0", SAMPLING, 4, Attempt(), on_open=on_open)
-
-    group = run_virtual(main())
-    assert told == [(0, 4), (1, 3), (2, 2), (3, 1), (60, 0)]
+    worker = make_worker(reward, loop=OneByOne(), r0=FakeReplica("a"))
+    messages = [(now(), each) async for each in worker.run_group(make_prompt(17), "r0", SAMPLING, 4, Attempt())]
+    *told, (_, group) = [(at, each.count if isinstance(each, EpisodesOpen) else each) for at, each in messages]
+    assert isinstance(group, TrajectoryGroup) and told == [(1, 3), (2, 2), (3, 1), (60, 0)]
     assert scored == [(1, "a"), (2, "a"), (3, "a"), (60, "a")]
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0] * 4
+
+
+class SlowReplica(FakeReplica):
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        await asyncio.sleep(3)
+        return await super().generate(requests)
+
+
+class WithTool:
+    """Two requests side by side, of 3 and 4 seconds, then a tool of half an hour; episode 0 has none."""
+
+    async def run_episode(self, task: EpisodeTask, generate: GenerateGroup) -> Episode:
+        async def ask(turn: int, after_s: float) -> Episode:
+            await asyncio.sleep(after_s)
+            (episode,) = await SingleTurn().run(
+                [replace(task, request_id=replace(task.request_id, turn=turn))], generate
+            )
+            return episode
+
+        episode, _ = await asyncio.gather(ask(0, 0.0), ask(1, 1.0))
+        await asyncio.sleep(1800 * task.index)
+        return episode
+
+
+async def test_the_time_of_tools_is_that_without_a_request() -> None:
+    worker = make_worker(loop=WithTool(), r0=SlowReplica("a"))
+    *_, group = [message async for message in worker.run_group(make_prompt(17), "r0", SAMPLING, 2, Attempt())]
+    assert isinstance(group, TrajectoryGroup)
+    assert [(one.generate_s, one.tool_s) for one in group.trajectories] == [(4, 0), (1804, 1800)]
 
 
 def test_an_episode_that_raises_ends_the_others_with_its_error() -> None:
@@ -279,15 +303,15 @@ def test_an_episode_that_raises_ends_the_others_with_its_error() -> None:
     assert sorted(loop.cancelled) == [2, 3]
 
 
-def test_a_loop_that_runs_groups_ends_their_episodes_together() -> None:
-    told: list[int] = []
+async def test_a_loop_that_runs_groups_ends_their_episodes_together() -> None:
+    async def slow_reward(prompt: Prompt, text: str) -> float:
+        await asyncio.sleep(5)
+        return 1.0
 
-    async def main() -> None:
-        worker = make_worker(r0=FakeReplica("a", "b"))
-        await worker.run_group(make_prompt(17), "r0", SAMPLING, 2, Attempt(), on_open=told.append)
-
-    run_virtual(main())
-    assert told == [2, 0]
+    worker = make_worker(slow_reward, r0=FakeReplica("a", "b"))
+    messages = worker.run_group(make_prompt(17), "r0", SAMPLING, 2, Attempt())
+    first, group = [message async for message in messages]
+    assert first == EpisodesOpen(0) and isinstance(group, TrajectoryGroup)
 
 
 # -- evaluation --------------------------------------------------------------------------------------------------------
@@ -314,7 +338,7 @@ def test_an_evaluation_answers_in_the_order_of_its_prompts_and_samples() -> None
 
 
 @pytest.mark.parametrize("per_seat", [2, 4])
-def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat: int) -> None:
+async def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat: int) -> None:
     """A trajectory that trains on the same replica would wait behind the evaluation. Rewards need no room there."""
     replica = BusyReplica("a", "b")
 
@@ -322,16 +346,11 @@ def test_an_evaluation_sends_no_more_at_a_time_than_the_training_would(per_seat:
         await asyncio.sleep(20)
         return RewardResult(reward=1.0)
 
-    async def scenario() -> float:
-        config = Config(rollout=RolloutConfig(max_num_seqs=4, episodes_per_seat=per_seat))
-        prompts = [make_prompt(ordinal) for ordinal in range(50)]
-        started = now()
-        assert len(await make_worker(slow_reward, config, r0=replica).evaluate(prompts, "r0", SAMPLING, 2)) == 50
-        return now() - started
-
-    seconds = run_virtual(scenario())
+    config = Config(rollout=RolloutConfig(max_num_seqs=4, episodes_per_seat=per_seat))
+    prompts = [make_prompt(ordinal) for ordinal in range(50)]
+    assert len(await make_worker(slow_reward, config, r0=replica).evaluate(prompts, "r0", SAMPLING, 2)) == 50
     assert replica.most == 4 * per_seat + 2
-    assert seconds == pytest.approx(20 + -(-2 * 50 // replica.most))
+    assert now() == pytest.approx(20 + -(-2 * 50 // replica.most))
 
 
 def test_prompts_of_an_evaluation_share_the_threads_of_its_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,13 +363,19 @@ def test_prompts_of_an_evaluation_share_the_threads_of_its_rewards(monkeypatch: 
 
 def test_another_attempt_at_an_evaluation_has_other_names_and_the_same_seeds() -> None:
     """Ray does not end what a lost worker had running, so the replica may still have the requests of the first."""
-    replica, sampling = FakeReplica("ab"), SamplingParams(max_tokens=8, seed=1)
+    replica, sampling = FakeReplica("ab", "c"), SamplingParams(max_tokens=8, seed=1)
     worker = make_worker(r0=replica)
     for attempt in (3, 4):
-        run_virtual(worker.evaluate([make_prompt(5)], "r0", sampling, 1, attempt=attempt))
-    first, second = (requests[0] for requests in replica.calls)
-    assert (str(first.request_id), str(second.request_id)) == ("eval-5.3-0", "eval-5.4-0")
-    assert first.sampling == second.sampling
+        run_virtual(worker.evaluate([make_prompt(5)], "r0", sampling, 2, attempt=attempt))
+    first, second = replica.calls
+    assert [str(request.request_id) for request in (*first, *second)] == [
+        "eval-5.3-0",
+        "eval-5.3-1",
+        "eval-5.4-0",
+        "eval-5.4-1",
+    ]
+    assert [request.sampling for request in first] == [request.sampling for request in second]
+    assert first[0].sampling.seed != first[1].sampling.seed
 
 
 def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() -> None:
@@ -359,12 +384,7 @@ def test_an_evaluation_goes_through_the_agent_loop_and_counts_what_fails_as_0() 
     )
     [prompt] = part
     assert [(sample.accuracy, sample.error) for sample in prompt.samples] == [(7, None), (0, "gone"), (3, None)]
-
-
-def test_a_reward_that_tells_no_accuracy_is_the_accuracy() -> None:
-    part = run_virtual(make_worker(r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
-    [sample] = part[0].samples
-    assert (sample.accuracy, sample.answer) == (3.0, None)
+    assert {sample.answer for sample in prompt.samples} == {None}
 
 
 def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
@@ -374,12 +394,6 @@ def test_a_reward_that_failed_is_neither_right_nor_a_vote() -> None:
     part = run_virtual(make_worker(reward, r0=FakeReplica("abc")).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
     [sample] = part[0].samples
     assert (sample.accuracy, sample.answer, sample.error) == (0.0, None, "own_reward of prompt 5: gone")
-
-
-def test_samples_of_an_evaluation_have_seeds_of_their_own() -> None:
-    replica = FakeReplica("a", "b")
-    run_virtual(make_worker(r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 2))
-    assert len({request.sampling.seed for request in replica.calls[0]}) == 2
 
 
 class Delegates:
@@ -398,3 +412,128 @@ class Delegates:
 def test_the_text_ends_with_what_the_policy_said_last() -> None:
     group = run_group(make_worker(loop=Delegates(), r0=FakeReplica("main", "sub")), size=1)
     assert group.trajectories[0].text == "sub\nmain"
+
+
+# -- requests whose replica is lost ------------------------------------------------------------------------------------
+
+NAME = RequestId(7, episode=2, turn=1)
+REQUEST = GenerationRequest(request_id=NAME, prompt_ids=(1,), sampling=SamplingParams())
+
+
+class DyingReplica:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.dies = asyncio.Event()
+
+    async def __call__(self, requests: list[GenerationRequest]) -> list[Completion]:
+        self.events += [f"begin {request.request_id}" for request in requests]
+        await self.dies.wait()
+        raise ReplicaLostError("it died")
+
+    async def abort(self, request_ids: Collection[RequestId]) -> bool:
+        self.events += [f"abort {request_id}" for request_id in request_ids]
+        return True
+
+
+async def no_replica(requests: list[GenerationRequest]) -> list[Completion]:
+    return [EMPTY] * len(requests)
+
+
+async def test_requests_end_on_the_replica_of_the_present_attempt_and_nowhere_while_there_is_none() -> None:
+    first, second = DyingReplica(), DyingReplica()
+    relay = Relay(first, Attempt())
+    asking = asyncio.create_task(relay([REQUEST]))
+    await settle()
+    assert await relay.abort([NAME])
+    first.dies.set()
+    await settle()
+    assert not await relay.abort([NAME]), "it waits for a replica"
+    relay.move(second, Attempt(number=1))
+    await settle()
+    assert await relay.abort([NAME])
+    assert first.events == ["begin 7-2-1", "abort 7-2-1"] and second.events == ["begin 7.1-2-1", "abort 7.1-2-1"]
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
+async def test_what_cannot_end_requests_is_cancelled() -> None:
+    assert not await Relay(no_replica, Attempt()).abort([NAME])
+
+
+# -- what a reward reads -----------------------------------------------------------------------------------------------
+
+
+class Tells(Delegates):
+    """A loop in which a tool answers the policy's first turn with `said`, and another sequence holds more of it."""
+
+    said = "the tests say: #### 42"
+
+    async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+        return [self._between(episode) for episode in await super().run(tasks, generate)]
+
+    def _between(self, episode: Episode) -> Episode:
+        main, sub = episode.sequences
+        heard = observed(self.said)
+        parts = [heard, completion_of(sub), heard, completion_of(main), heard]
+        mask = np.repeat([False, True, False, True, False], [part.num_tokens for part in parts])
+        sequence = TokenSequence.of(main.prompt_ids, Completion.concatenate(parts), mask)
+        return replace(episode, sequences=(sequence,), newest=-1)
+
+
+def observed(text: str) -> Completion:
+    token_ids = np.array([*map(ord, text)], np.int32)
+    return Completion(token_ids=token_ids, logprobs=np.zeros(len(text), np.float32), spans=(), finish_reason="")
+
+
+def completion_of(sequence: TokenSequence) -> Completion:
+    return Completion(
+        token_ids=sequence.response_ids,
+        logprobs=sequence.rollout_logprobs,
+        spans=sequence.spans,
+        finish_reason="stop",
+    )
+
+
+async def echo(prompt: Prompt, text: str) -> RewardResult:
+    return RewardResult(reward=0.0, answer=text)
+
+
+def test_a_reward_reads_what_the_policy_said_turn_by_turn_and_no_tool() -> None:
+    """People read all of it."""
+    replica = FakeReplica("I do not know.", "Let me look.")
+    [evaluated] = run_virtual(make_worker(echo, loop=Tells(), r0=replica).evaluate([make_prompt(5)], "r0", SAMPLING, 1))
+    [sample] = evaluated.samples
+    assert sample.answer == "Let me look.\nI do not know."
+    assert sample.response == f"{Tells.said}Let me look.{Tells.said}I do not know.{Tells.said}"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_flexible", "dapo", "math_verify", "format"])
+def test_no_built_in_reward_counts_what_a_tool_said(name: str) -> None:
+    """Not even where it is what the reward looks for, and in evaluation no more than in training."""
+    rollout = RolloutConfig(reward=name, reward_runs_in=RewardPlace.thread, format_pattern=".*42.*")
+    loop = Tells()
+    loop.said = "#### 42\nAnswer: 42\n\\boxed{42}"
+    worker = make_worker(config=Config(rollout=rollout), loop=loop, r0=FakeReplica("I do not know.", "Let me look."))
+    worker.scorer = load_scorer(rollout)
+
+    async def both() -> tuple[Any, Any]:
+        prompt = replace(make_prompt(42), ground_truth="42")
+        part = await worker.evaluate([prompt], "r0", SAMPLING, 1)
+        return await group_of(worker.run_group(prompt, "r0", SAMPLING, 1, Attempt())), part[0].samples[0]
+
+    group, sample = asyncio.run(both())
+    assert group.trajectories[0].reward == (-1 if name == "dapo" else 0)
+    assert group.trajectories[0].error is None and sample.accuracy == 0
+
+
+def test_what_a_loop_leaves_out_of_the_loss_is_still_what_the_policy_said() -> None:
+    class Masks(SingleTurn):
+        async def run(self, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
+            (episode,) = await super().run(tasks, generate)
+            (sequence,) = episode.sequences
+            mask = np.arange(len(sequence.loss_mask)) >= 2
+            return [replace(episode, sequences=(replace(sequence, loss_mask=mask),))]
+
+    group = run_group(make_worker(loop=Masks(), r0=FakeReplica("abc")), size=1)
+    assert group.trajectories[0].reward == 3

@@ -1,76 +1,48 @@
-"""Workers take turns; one that is lost is replaced, and nobody waits for it while another serves."""
+"""The driver's handle of an agent worker: it is watched while it runs something."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
-from rollout.agents.worker_group import NoWorkerLeftError, Rotation
-from tests.support.fakes import now, run_virtual, settle
-
-
-class Starts:
-    """Names the replacement of "a" a', that of a' a'', and so on. It takes five seconds, or fails."""
-
-    def __init__(self, fails: bool = False):
-        self.lost: list[str] = []
-        self._fails = fails
-
-    async def replace(self, lost: str) -> str:
-        self.lost.append(lost)
-        await asyncio.sleep(5)
-        if self._fails:
-            raise OSError(f"no room for another {lost}")
-        return lost + "'"
+from rollout.actors.place import Place
+from rollout.agents import worker_group
+from rollout.agents.worker_group import _Worker
+from rollout.errors import AgentWorkerLostError
+from rollout.events.event import Event
+from rollout.events.kinds import ProcessStarted
+from tests.support.fakes import now
 
 
-def test_workers_take_turns() -> None:
-    async def main() -> None:
-        rotation = Rotation("abc", Starts().replace)
-        assert sorted([await rotation.next() for _ in range(6)]) == list("aabbcc")
+async def test_a_worker_that_hangs_is_killed_and_its_calls_name_what_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call that hangs begins when the one before it has just ended."""
+    killed: list[float] = []
+    told: list[Event] = []
+    is_dead = asyncio.Event()
 
-    run_virtual(main())
+    async def beat() -> bool:
+        if now() >= 100:
+            await asyncio.Event().wait()
+        return True
 
+    async def call() -> None:
+        await is_dead.wait()
+        raise RayActorError
 
-def test_while_one_is_replaced_the_others_work() -> None:
-    async def main() -> None:
-        starts = Starts()
-        rotation = Rotation("ab", starts.replace)
-        for _ in range(3):  # three groups were there
-            rotation.lose("a")
-        assert {await rotation.next() for _ in range(4)} == {"b"} and now() == 0
-        await asyncio.sleep(6)
-        assert {await rotation.next() for _ in range(4)} == {"a'", "b"}
-        rotation.lose("a")  # told late
-        assert {await rotation.next() for _ in range(4)} == {"a'", "b"}
-        assert starts.lost == ["a"]
+    async def place() -> Place:
+        return Place(node_id="", host="node3", address="10.77.0.3", pid=4711)
 
-    run_virtual(main())
-
-
-def test_the_only_one_may_be_lost_again_and_again() -> None:
-    async def main() -> None:
-        rotation = Rotation("a", Starts().replace)
-        for _ in range(20):
-            rotation.lose(await rotation.next())
-        assert await rotation.next() == "a" + 20 * "'" and now() == 100
-
-    run_virtual(main())
-
-
-def test_one_that_cannot_be_replaced_is_missed_only_when_it_is_the_last() -> None:
-    async def main() -> None:
-        rotation = Rotation("ab", Starts(fails=True).replace)
-        rotation.lose("a")
-        await asyncio.sleep(6)
-        assert {await rotation.next() for _ in range(4)} == {"b"}
-        rotation.lose("b")
-        waiting = [asyncio.create_task(rotation.next()) for _ in range(2)]
-        await settle()
-        assert not any(task.done() for task in waiting)
-        for task in waiting:
-            with pytest.raises(NoWorkerLeftError, match="no agent worker is left: no room for another b"):
-                await task
-        with pytest.raises(NoWorkerLeftError):
-            await rotation.next()
-
-    run_virtual(main())
+    remote: Any = lambda function: SimpleNamespace(remote=function)  # noqa: E731
+    actor = SimpleNamespace(heartbeat=remote(beat), place=remote(place))
+    monkeypatch.setattr(worker_group.ray, "kill", lambda _: (killed.append(now()), is_dead.set()))
+    worker = _Worker("agent-worker-0", actor, 40, told.append)
+    with worker.running([3]):
+        await asyncio.sleep(100)
+    silent = "agent-worker-0 answered nothing for rollout.agent_worker_timeout_s=40 seconds"
+    with pytest.raises(AgentWorkerLostError, match=silent) as lost, worker.running(range(9)):
+        await worker.answer(call())
+    assert "of prompt 0, 1, 2, 3, 4, 5, 6, 7, ... blocks it" in str(lost.value)
+    assert killed == [140]
+    assert told == [ProcessStarted(process="agent-worker-0", host="node3", address="10.77.0.3", pid=4711)]

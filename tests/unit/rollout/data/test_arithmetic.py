@@ -11,8 +11,8 @@ PROBLEM = Problem(question="Tom has 7 apples. Tom wins 2 more. Tom sells 4. How 
 
 
 def marked_number(answer: str) -> int | None:
-    found = re.search(r"#### (\d+)$", answer)
-    return int(found[1]) if found else None
+    match = re.search(r"#### (\d+)$", answer)
+    return int(match[1]) if match else None
 
 
 def read_question(question: str) -> int:

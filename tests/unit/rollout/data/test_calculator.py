@@ -46,8 +46,8 @@ def test_train_and_val_share_no_question_and_the_seed_decides_them():
 
 
 def test_a_conversation_calls_the_calculator_for_each_step_and_ends_with_the_answer():
-    asked, call, result, *_, answer = conversation("How many?", PROBLEM.answer)
-    assert (asked, answer) == (
+    question, call, result, *_, answer = conversation("How many?", PROBLEM.answer)
+    assert (question, answer) == (
         {"role": "user", "content": "How many?"},
         {"role": "assistant", "content": "#### 803"},
     )
@@ -80,7 +80,7 @@ def test_a_slip_is_carried_on_and_a_guess_calls_nothing():
 def test_demonstrations_are_right_first_then_sloppy():
     train, _ = split_problems(100, 0, seed=0)
     answers = {problem.question: problem.answer.rpartition("\n")[2] for problem in train}
-    found = demonstrations(train, num_clean=200, num_sloppy=300, seed=5)
-    assert found == demonstrations(train, num_clean=200, num_sloppy=300, seed=5)
-    right = [answers[messages[0]["content"]] == messages[-1]["content"] for messages in found]
+    conversations = demonstrations(train, num_clean=200, num_sloppy=300, seed=5)
+    assert conversations == demonstrations(train, num_clean=200, num_sloppy=300, seed=5)
+    right = [answers[messages[0]["content"]] == messages[-1]["content"] for messages in conversations]
     assert all(right[:200]) and 0.1 < sum(right[200:]) / 300 < 0.6

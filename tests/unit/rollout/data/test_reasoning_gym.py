@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from rollout.data import reasoning_gym
-from rollout.data.reasoning_gym import demonstrations, rows
+from rollout.data.reasoning_gym import demonstrations, rows, score
 from rollout.data.rows import Columns, load_rows
 from rollout.data.sources import DataError
 from rollout.prompts import Row
-from rollout.rewards.reasoning_gym import score
 from rollout.types import Prompt
 from scripts.launch.data import load_rows as rows_of_run
 from tests.support.compose import resolve

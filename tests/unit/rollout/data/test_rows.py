@@ -1,19 +1,25 @@
 """Rows from files and data sets, and errors that say which file, line and column."""
 
 import json
+import os
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rollout.data.rows import Columns, final_answer, load_rows
+from rollout.data.rows import Columns, as_row, final_answer, load_rows
 from rollout.data.sources import DataError
 from rollout.prompts import PromptStream, Row
+from rollout.rewards.base import number_text
+from rollout.rewards.dapo import dapo
 from rollout.types import Prompt
+from tests.support.fakes import make_prompt
 
 RECORDS = [
     {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4", "data_source": "sums", "level": 1},
@@ -50,13 +56,6 @@ def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
 def test_several_files_are_one_data_set_in_the_order_given(tmp_path: Path) -> None:
     first, second = write(tmp_path / "b.jsonl", RECORDS[1]), write(tmp_path / "a.jsonl", RECORDS[0])
     assert load(first, second) == [ROWS[1], ROWS[0]]
-
-
-def test_columns_have_the_names_of_the_config(tmp_path: Path) -> None:
-    path = write(tmp_path / "data.jsonl", {"problem": "1?", "solution": "one", "answer": "unused"})
-    assert load_rows(str(path), Columns(prompt="problem", answer="solution")) == [
-        Row(question="1?", ground_truth="one", extra={"answer": "unused"})
-    ]
 
 
 def test_an_answer_may_hold_half_of_a_surrogate_pair_as_no_tokenizer_reads_it(tmp_path: Path) -> None:
@@ -122,6 +121,11 @@ def test_an_unknown_file_type_is_refused(name: str, tmp_path: Path) -> None:
         ("#### 1 no, #### 2", "2"),
         ("72", "72"),
         ("Paris, France", "Paris, France"),
+        ("#### (1,2)", "(1,2)"),
+        ("#### {1, 2, 3}", "{1, 2, 3}"),
+        ("#### 1,2", "1,2"),
+        ("#### -$1,234.50", "-$1234.50"),
+        ("#### Paris, France", "Paris, France"),
     ],
 )
 def test_the_final_answer_follows_the_last_mark_or_is_the_answer(answer: str, final: str) -> None:
@@ -145,10 +149,27 @@ def test_verls_schema(suffix: str, tmp_path: Path) -> None:
     assert row.extra == {key: value for key, value in record.items() if key != "prompt"}
 
 
-@pytest.mark.parametrize(("answer", "truth"), [(204, "204"), (-3, "-3"), (2.5, "2.5"), ("033", "033")])
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        *((204, "204"), (-3, "-3"), (2.5, "2.5"), ("033", "033"), (204.0, "204"), (-0.0, "0"), (1e20, "1" + "0" * 20)),
+        *((1e-7, "0.0000001"), ("204.0", "204.0"), (10**30, "1" + "0" * 30), (0.1, "0.1")),
+    ],
+)
 def test_an_answer_may_be_a_number(answer: Any, truth: str, tmp_path: Path) -> None:
     path = write(tmp_path / "aime.jsonl", {"Problem": "?", "Answer": answer})
     assert load_rows(str(path), Columns(prompt="Problem", answer="Answer"))[0].ground_truth == truth
+
+
+def test_whole_numbers_that_a_missing_value_made_floats_are_whole_again(tmp_path: Path) -> None:
+    table = pyarrow.table({"Problem": ["a", "b"], "Answer": [204.0, 7.0], "data_source": [1.0, None]})
+    pyarrow.parquet.write_table(table, tmp_path / "aime.parquet")
+    rows = load_rows(str(tmp_path / "aime.parquet"), Columns(prompt="Problem", answer="Answer"))
+    assert [(row.ground_truth, row.data_source) for row in rows] == [("204", "1"), ("7", "")]
+    assert dapo(make_prompt(204), "Answer: 204").reward == 1.0 and make_prompt(204).ground_truth == rows[0].ground_truth
+    exact = "1234567890123456789012345678901234.5"
+    assert number_text(Decimal(f"{exact}00")) == exact and number_text(Decimal(f"{exact}e1")) == exact.replace(".", "")
+    assert number_text(Decimal("204.00")) == number_text(np.int64(204)) == number_text(np.float32(204)) == "204"
 
 
 @pytest.mark.parametrize(
@@ -159,10 +180,25 @@ def test_an_answer_may_be_a_number(answer: Any, truth: str, tmp_path: Path) -> N
             "no column 'reward_model.ground_truth'; the column 'reward_model' has",
         ),
         (verl_record([USER], "4"), "column 'reward_model' has no 'ground_truth', is str"),
-        (verl_record([], {"ground_truth": "4"}), "column 'prompt': the last message must be the user's"),
+        (verl_record([], {"ground_truth": "4"}), "prompt = []: allowed is a list of at least one message"),
         (verl_record([USER, SYSTEM], {"ground_truth": "4"}), "column 'prompt': the last message must be the user's"),
-        (verl_record([USER, "2"], {"ground_truth": "4"}), "column 'prompt': message 2 must have a role and a content"),
-        (verl_record([{"role": "user"}], {"ground_truth": "4"}), "column 'prompt': message 1 must have a role and a"),
+        (
+            verl_record([USER, "2"], {"ground_truth": "4"}),
+            'prompt[1] = "2": allowed is an object with role',
+        ),
+        (verl_record([{"role": "user"}], {"ground_truth": "4"}), "prompt[0].content = null: allowed is a string or a"),
+        (
+            verl_record([USER, {"role": "assistant", "content": "It is "}], {"ground_truth": "4"}),
+            "column 'prompt': the last message must be the user's or a tool's, is the assistant's",
+        ),
+        (
+            verl_record([SYSTEM, {"role": "tool", "content": "4"}], {"ground_truth": "4"}),
+            "column 'prompt': the last message must be the user's, or a tool's after a user's",
+        ),
+        (
+            verl_record([USER], {"ground_truth": float("nan")}),
+            "column 'reward_model.ground_truth' must be text or",
+        ),
     ],
 )
 def test_a_malformed_message_or_nested_column_is_named(record: Any, message: str, tmp_path: Path) -> None:
@@ -170,6 +206,90 @@ def test_a_malformed_message_or_nested_column_is_named(record: Any, message: str
     with pytest.raises(DataError) as raised:
         load_rows(str(path), VERL)
     assert str(raised.value).startswith(f"{path}:1: {message}")
+
+
+# -- lists of objects, hostile files -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+@pytest.mark.parametrize("start", ["", "\ufeff", "\n\n "])
+def test_a_file_may_be_one_list(suffix: str, indent: int | None, start: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{suffix}"
+    path.write_text(start + json.dumps(RECORDS, indent=indent), encoding="utf-8")
+    assert load(path) == ROWS
+    path.write_text(json.dumps([*RECORDS, "oops"], indent=indent), encoding="utf-8")
+    with pytest.raises(DataError, match=r":\[3\]: must be a JSON object, is str"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(RECORDS[0], indent=2), ":1: not JSON: .*; an object takes one line, or the file is one list"),
+        ("[\n{},\n{oops", ": not JSON: .*line 3"),
+        ("[" * 5_000, ": not JSON: maximum recursion depth"),
+        ('["question", "answer"]\n["q", "a"]\n', ":1: must be a JSON object, is list"),
+        ("[]", None),
+    ],
+)
+def test_a_file_that_is_neither_lines_nor_a_list_is_named(text: str, message: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    if message is None:
+        assert load(path) == []
+        return
+    with pytest.raises(DataError, match=rf"data\.json{message}"):
+        load(path)
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    names = {
+        "folder.jsonl": "which split",
+        "pipe.jsonl": "no such file",
+        "loop.jsonl": "no such file",
+        "none.jsonl": "no such file",
+        f"{'x' * 5000}.jsonl": "no such file",
+        f"{'x' * 5000}.parquet": "no such file",
+        "none.parquet": "no such file",
+    }
+    for name, message in names.items():
+        with pytest.raises(DataError, match=message):
+            load(tmp_path / name)
+
+
+# -- what columns cannot say -------------------------------------------------------------------------------------------
+
+
+def extra_of(suffix: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what two rows with other fields have, besides the prompt and the answer, when they come from a file."""
+    schemas: list[Any] = [
+        {"a": {"enum": ["x", None]}, "anyOf": [{"type": "string"}, {"items": {"type": "null"}}]},
+        {"b": {"type": "integer"}},
+    ]
+    rows = [
+        {
+            "question": "?",
+            "answer": "1",
+            "tools_kwargs": {"create_kwargs": schema},
+            "reward_model": {"ground_truth": "1", **({"rubric": "strict"} if number else {})},
+            "level": None if number else 1,
+        }
+        for number, schema in enumerate(schemas)
+    ]
+    return [row.extra for row in load(write(folder / f"data.{suffix}", *rows))]
+
+
+def test_a_field_that_only_other_rows_have_is_absent_whatever_the_file(tmp_path: Path) -> None:
+    """Parquet has one type for all rows of a column, so that it writes null for a field that a row lacks."""
+    assert extra_of("parquet", tmp_path) == extra_of("jsonl", tmp_path)
+    (tmp_path / "null.jsonl").write_text('{"question": "?", "answer": "1", "kwargs": {"parent": null, "a": [null]}}')
+    assert load(tmp_path / "null.jsonl")[0].extra == {"kwargs": {"parent": None, "a": [None]}}, (
+        "a null that was written"
+    )
 
 
 # -- data sets of the `datasets` library -------------------------------------------------------------------------------
@@ -184,9 +304,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict  # imports pandas: for these tests alone
 
-    one = Dataset.from_list(RECORDS)
-    one.save_to_disk(str(tmp_path / "one"))
-    DatasetDict({"train": one, "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(str(tmp_path / "splits"))
+    dataset = Dataset.from_list(RECORDS)
+    dataset.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": dataset, "test": Dataset.from_list(RECORDS[:1])}).save_to_disk(str(tmp_path / "splits"))
     (tmp_path / "repository").mkdir()
     write(tmp_path / "repository" / "train.jsonl", *RECORDS)
     assert load(tmp_path / "one") == load(tmp_path / "splits@train") == load(tmp_path / "repository@train") == ROWS
@@ -207,9 +327,9 @@ def test_folders_of_save_to_disk_and_of_data_files_give_the_same_rows(tmp_path: 
 def test_a_data_set_that_cannot_be_read_is_named(entry: str, message: str, tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    one = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
-    one.save_to_disk(str(tmp_path / "one"))
-    DatasetDict({"train": one}).save_to_disk(str(tmp_path / "splits"))
+    dataset = Dataset.from_list([RECORDS[0], {**RECORDS[1], "answer": None}])
+    dataset.save_to_disk(str(tmp_path / "one"))
+    DatasetDict({"train": dataset}).save_to_disk(str(tmp_path / "splits"))
     (tmp_path / "bare").mkdir()
     with pytest.raises(DataError) as raised:
         load(tmp_path / entry)
@@ -262,3 +382,13 @@ def test_a_loader_gets_the_entries_and_gives_records() -> None:
 def test_a_loader_that_gives_something_else_is_named(loader: str, columns: Columns, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_rows("3", columns, loader)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [(3.0, "3"), (float("nan"), ""), (float("inf"), ""), (10**400, f"{10**400}")]
+)
+def test_a_source_may_be_a_number(value: float, name: str | None) -> None:
+    record = {"question": "x", "answer": "y", "data_source": value}
+    assert as_row(record, "x:1", Columns(prompt="question", answer="answer")).data_source == (
+        str(value) if name is None else name
+    )

@@ -8,10 +8,10 @@ import pytest
 
 from rollout.agents.environment import Turn
 from rollout.data.search_world import FLAWLESS, Faults, demonstrations, episode, split_questions
-from rollout.search.fts5 import Fts5Retriever
-from rollout.search.lookup import Lookup
-from rollout.search.tags import TagEnvironment
-from rollout.search.world import Question, World
+from rollout.environments.search.fts5 import Fts5Retriever
+from rollout.environments.search.lookup import Lookup
+from rollout.environments.search.tags import TagEnvironment
+from rollout.environments.search.world import Question, World
 from rollout.types import Prompt
 
 WORLD = World(seed=1, num_documents=2000)
@@ -25,7 +25,9 @@ def of_hops(hops: int) -> list[Question]:
 def test_train_and_val_need_no_article_in_common_and_the_seed_decides_them() -> None:
     assert (TRAIN, VAL) == split_questions(WORLD, 600, 100, seed=0) != split_questions(WORLD, 600, 100, seed=1)
     assert len({question.text for question in TRAIN + VAL}) == 700
-    assert not {name for one in TRAIN for name in one.path} & {name for one in VAL for name in one.path}
+    assert not {name for question in TRAIN for name in question.path} & {
+        name for question in VAL for name in question.path
+    }
     assert [question.hops for question in VAL[:4]] == [1, 2, 2, 1]
     with pytest.raises(ValueError, match="500 questions: a world of 20 documents has too few"):
         split_questions(World(0, 20), 500, 0, seed=0)
@@ -36,16 +38,16 @@ def test_what_an_episode_reads_is_what_the_environment_tells() -> None:
 
     async def replay(question: Question, texts: tuple[str, ...], retriever: Fts5Retriever) -> float:
         prompt = Prompt(ordinal=0, text=question.text, token_ids=(), ground_truth=question.answer)
-        its = TagEnvironment(prompt, Lookup(retriever, 1, shorten=lambda text: text))
+        environment = TagEnvironment(prompt, Lookup(retriever, 1, shorten=lambda text: text))
         for said, told in zip(texts[1:-1:2], texts[2::2], strict=True):
-            assert (await its.step(Turn.of(said))).observation == told
-        last = await its.step(Turn.of(texts[-1]))
+            assert (await environment.step(Turn.of(said))).observation == told
+        last = await environment.step(Turn.of(texts[-1]))
         assert last.done and last.reward is not None
         return last.reward
 
     async def replays(faults: Faults) -> list[float]:
         retriever, rng = Fts5Retriever(WORLD.articles), random.Random(0)
-        return [await replay(one, episode(WORLD, one, rng, faults), retriever) for one in TRAIN]
+        return [await replay(question, episode(WORLD, question, rng, faults), retriever) for question in TRAIN]
 
     assert set(asyncio.run(replays(FLAWLESS))) == {1.0}
     assert 0.1 < sum(asyncio.run(replays(Faults()))) / 600 < 0.5
@@ -80,8 +82,8 @@ def test_a_wrong_query_is_about_something_else_of_the_same_kind() -> None:
 
 def test_demonstrations_are_flawless_first_then_sloppy() -> None:
     right = {question.text: question.answer for question in TRAIN}
-    found = demonstrations(WORLD, TRAIN, num_clean=200, num_sloppy=400, seed=5)
-    assert found == demonstrations(WORLD, TRAIN, num_clean=200, num_sloppy=400, seed=5)
-    is_right = [f"> {right[texts[0]]}<" in texts[-1] for texts in found]
+    episodes = demonstrations(WORLD, TRAIN, num_clean=200, num_sloppy=400, seed=5)
+    assert episodes == demonstrations(WORLD, TRAIN, num_clean=200, num_sloppy=400, seed=5)
+    is_right = [f"> {right[texts[0]]}<" in texts[-1] for texts in episodes]
     assert all(is_right[:200]) and 0.1 < sum(is_right[200:]) / 400 < 0.5
     assert all(0 < share < 1 for share in asdict(Faults()).values())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollout.engines.vllm.markers import OutputMarkers
-from tests.support.fakes import run_virtual, settle
+from tests.support.fakes import settle
 
 
 class Core:
@@ -18,7 +18,7 @@ class Core:
 
 
 class Stream:
-    """What one client waits for."""
+    """The outputs that one client waits for."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -38,40 +38,34 @@ async def handle(core: Core, stream: Stream) -> None:
             stream.put(token)
 
 
-def test_a_flush_returns_when_all_before_it_has_been_received_and_not_later() -> None:
-    async def main() -> None:
-        core, stream = Core(), Stream()
-        markers = OutputMarkers(core)
-        tasks = [asyncio.create_task(handle(core, stream)), asyncio.create_task(stream.read())]
-        for outputs in ([1, 2], [3]):
-            core.outputs_queue.put_nowait(outputs)
-        flushing = [asyncio.create_task(markers.flush(tasks[0])) for _ in range(2)]
-        await settle()
-        core.outputs_queue.put_nowait([4])
-        await asyncio.gather(*flushing)
-        assert stream.received == [1, 2, 3]
-        await markers.flush(tasks[0])
-        assert stream.received == [1, 2, 3, 4]
-        for task in tasks:
-            task.cancel()
-
-    run_virtual(main())
+async def test_a_flush_returns_when_all_before_it_has_been_received_and_not_later() -> None:
+    core, stream = Core(), Stream()
+    markers = OutputMarkers(core)
+    tasks = [asyncio.create_task(handle(core, stream)), asyncio.create_task(stream.read())]
+    for outputs in ([1, 2], [3]):
+        core.outputs_queue.put_nowait(outputs)
+    flushing = [asyncio.create_task(markers.flush(tasks[0])) for _ in range(2)]
+    await settle()
+    core.outputs_queue.put_nowait([4])
+    await asyncio.gather(*flushing)
+    assert stream.received == [1, 2, 3]
+    await markers.flush(tasks[0])
+    assert stream.received == [1, 2, 3, 4]
+    for task in tasks:
+        task.cancel()
 
 
-def test_a_flush_that_is_given_up_and_a_handler_that_ends_disturb_nobody() -> None:
-    async def main() -> None:
-        core, stream = Core(), Stream()
-        markers = OutputMarkers(core)
-        handler = asyncio.create_task(handle(core, stream))
-        core.outputs_queue.put_nowait([1])
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await markers.flush(handler)
-        core.outputs_queue.put_nowait([2])
-        await markers.flush(handler)
-        assert not handler.done()
-        handler.cancel()
-        core.outputs_queue.put_nowait([3])
-        await markers.flush(handler)
-
-    run_virtual(main())
+async def test_a_flush_that_is_given_up_and_a_handler_that_ends_disturb_nobody() -> None:
+    core, stream = Core(), Stream()
+    markers = OutputMarkers(core)
+    handler = asyncio.create_task(handle(core, stream))
+    core.outputs_queue.put_nowait([1])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await markers.flush(handler)
+    core.outputs_queue.put_nowait([2])
+    await markers.flush(handler)
+    assert not handler.done()
+    handler.cancel()
+    core.outputs_queue.put_nowait([3])
+    await markers.flush(handler)

@@ -1,6 +1,5 @@
 """Environments of Gymnasium as environments of episodes: its own, the house that is shipped, and made-up ones."""
 
-import asyncio
 import re
 import sys
 import time
@@ -12,11 +11,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rollout.agents.loop import load_agent_loop
+from configs.rollout import RolloutConfig, ToolPlace
+from rollout.agents.loop import Episode, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
+from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.environments.gymnasium import HOUSE, act_in, agent_loop, as_text
 from rollout.environments.text_world import DIRECTIONS
-from tests.support.environments import TOKENIZER, episode_of, heard, play, prompt_of
+from tests.support.environments import TOKENIZER, heard, play, prompt_of
 from tests.support.sequences import only
 
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
@@ -29,7 +30,7 @@ def explorer() -> Callable[[str], str]:
     back: list[str] = []
     """The way to where it began."""
     left: dict[str, list[str]] = {}
-    """By room: the ways that it has not gone yet."""
+    """The ways of each room that it has not gone yet."""
 
     def say(text: str) -> str:
         nonlocal here, has_key
@@ -117,13 +118,43 @@ def test_a_group_shares_its_world_and_a_row_may_say_which() -> None:
 
 
 def test_a_discrete_action_is_the_last_name_in_the_text() -> None:
-    """On the ice of Gymnasium's own FrozenLake: the policy reads its rendering."""
+    """The policy reads the rendering of Gymnasium's own FrozenLake."""
     args = {"render_mode": "ansi", "is_slippery": False}
     loop = loop_of(env="FrozenLake-v1", env_args=args, actions=LAKE, max_turns=6)
     lines = ["Not left: down", "DOWN", "right.", "right", "down", "I go right"]
     episode = play(loop, lines, prompt=prompt_of(loop, chat=False))
     assert episode.result is not None and episode.result.reward == 1.0
     assert "(Down)\nSFFF" in heard(episode)
+
+
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        ({"env": HOUSE, "chat": True}, ["go north", "open", "go south"]),
+        ({"env": "FrozenLake-v1", "env_args": {"is_slippery": False, "render_mode": "ansi"}}, ["1", "right", "2"]),
+        ({"env": "FrozenLake-v1", "actions": LAKE, "env_args": {"is_slippery": False}}, ["down", "4", "right"]),
+        ({"env": "CounterIn-v0"}, ["1", "2", "3"]),
+    ],
+)
+def test_an_episode_in_a_process_is_the_same(args: dict[str, Any], lines: list[str]) -> None:
+    """Also of an environment that only the agent worker has registered."""
+    gymnasium.register("CounterIn-v0", f"{__name__}:Counter", max_episode_steps=3)
+
+    def episode() -> Episode:
+        loop = agent_loop(TOKENIZER, max_turns=3, **args)
+        return play(loop, lines, prompt=prompt_of(loop, chat=bool(args.get("chat"))))
+
+    try:
+        in_threads = episode()
+        Counter.events.clear()
+        with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
+            in_process = episode()
+    finally:
+        del gymnasium.registry["CounterIn-v0"]
+    assert in_threads.result is not None and in_threads.result.error is None
+    assert heard(in_process) == heard(in_threads)
+    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    assert "step" not in str(Counter.events), "all of it is elsewhere"
 
 
 def test_rewards_add_up_until_it_is_terminated_or_truncated() -> None:
@@ -185,26 +216,6 @@ def test_an_environment_that_fails_is_not_a_reward_of_0() -> None:
     episode = play(loop_of(env="Counter-v0", env_args={"error": "no disk"}, chat=True), ["1"])
     assert episode.result is not None and episode.result.error == "OSError: no disk"
     assert Counter.events[-2:] == ["reset 0", "close"]
-
-
-def test_a_reset_has_a_deadline() -> None:
-    loop = loop_of(env="Counter-v0", env_args={"seconds": 0.6}, step_timeout_s=0.2, chat=True)
-    began = time.monotonic()
-    episode = play(loop, ["1"])
-    assert time.monotonic() - began < 0.6
-    assert episode.result is not None
-    assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.2"
-
-
-def test_slow_environments_do_not_wait_for_one_another() -> None:
-    loop = loop_of(env="Counter-v0", env_args={"seconds": 0.3}, chat=True)
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(episode_of(loop, ["1", "1"]) for _ in range(8)))
-
-    began = time.monotonic()
-    assert all(episode.result.reward == 1.0 for episode in asyncio.run(all_of_them()))
-    assert time.monotonic() - began < 8 * 0.3
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
-from rollout.environments.mcp import McpTools, agent_loop
-from rollout.environments.mcp_connection import Connection, Server
-from rollout.sessions.messages import ToolCall
+from rollout.chat.messages import ToolCall
+from rollout.environments.mcp import Connection, McpTools, Server, agent_loop
 from tests.support.environments import TOKENIZER, call, episode_of, heard, play
 from tests.support.paths import ROOT
 from tests.support.searches import free_port
@@ -58,7 +57,8 @@ def loop(request: pytest.FixtureRequest, url: str) -> MultiTurn:
 
 def servers() -> list[psutil.Process]:
     mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if one.is_running() and one.cmdline()[-1:] in (COMMAND[-1:], SMALL[-1:])]
+    living = [process for process in mine if process.status() != psutil.STATUS_ZOMBIE]
+    return [process for process in living if process.cmdline()[-1:] in (COMMAND[-1:], SMALL[-1:])]
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
@@ -86,16 +86,6 @@ def test_an_episode(loop: MultiTurn) -> None:
     assert episode.result is None, "rollout.reward scores it"
     assert (episode.metrics["tool_calls"], episode.metrics["tool_errors"]) == (5, 2)
     assert episode.metrics["cut_tool_results"] == 2 and episode.metrics["failed_closes"] == 0
-
-
-def test_a_shared_connection_over_http(url: str) -> None:
-    loop = loop_of({"url": url}, shared=True)
-
-    async def many() -> list[Any]:
-        return await asyncio.gather(*(episode_of(loop, [call("power", base=i), "done"]) for i in range(20)))
-
-    for base, episode in enumerate(asyncio.run(many())):
-        assert episode.result is None and f"\n{base**2}\n</tool_response>" in heard(episode)
 
 
 def test_each_episode_has_a_process_of_its_own_which_ends_with_it() -> None:
@@ -134,7 +124,7 @@ def test_a_call_has_a_deadline(url: str) -> None:
     assert "16" in heard(episode), "the connection holds"
 
 
-@pytest.mark.parametrize("arguments", ['{"base": ', "[1]", '{"base": "x"}', '{"base": 1e400}', "3"])
+@pytest.mark.parametrize("arguments", ['{"base": ', "[1]", '{"base": "x"}', '{"base": 1e400}', "3", "[" * 100_000])
 def test_wrong_arguments_are_answered(url: str, arguments: str) -> None:
     async def answer() -> Any:
         connection = Connection(Server(url=url))
@@ -239,4 +229,4 @@ def test_a_server_that_does_not_answer_has_a_deadline() -> None:
     with pytest.raises(ValueError, match="agent_args.server: connecting with the MCP server sleep 20 took longer than"):
         loop_of({"command": ["sleep", "20"]}, step_timeout_s=0.5, call_timeout_s=0.2)
     assert time.monotonic() - began < 10
-    assert not [one for one in psutil.Process().children() if one.name() == "sleep"]
+    assert not [process for process in psutil.Process().children() if process.name() == "sleep"]

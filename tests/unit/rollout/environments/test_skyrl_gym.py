@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from rollout.agents.loop import load_agent_loop
+from configs.rollout import RolloutConfig, ToolPlace
+from rollout.agents.loop import Episode, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
+from rollout.agents.tool_processes import make_processes, tools_in
 from tests.support.chat_models import chat_tokenizer
 from tests.support.environments import error_of, play_row, told
 from tests.support.harnesses import FAMILY
@@ -19,7 +21,7 @@ needs_the_package = pytest.mark.skipif(
 
 
 def loop_of(env: str, **args: Any) -> MultiTurn:
-    """As rollout.agent_args makes it."""
+    """Make the loop as rollout.agent_args does."""
     path = env if env.islower() else f"tests.support.skyrl_envs:{env}"
     args = {"env": path, **args}
     loop = load_agent_loop("rollout.environments.skyrl_gym:agent_loop", chat_tokenizer(FAMILY), args)
@@ -41,6 +43,20 @@ def test_an_episode_is_that_of_the_environment(events: list[str]) -> None:
     assert [turn.reward for turn in only(episode).turn_rewards] == [0.25, 1.0]
     assert episode.metrics["guesses"] == 2 and episode.metrics["level"] == 2
     assert episode.metrics["turns"] == episode.metrics["env_turns"] == 2, "a name of MultiTurn's own is not taken"
+
+
+def test_an_episode_in_a_process_is_the_same(events: list[str]) -> None:
+    def episode() -> Episode:
+        loop = loop_of("Guess", max_turns=5, env_config={"first": "From 1 to 9. "})
+        return play_row(loop, ["Is it 3?", "It is 7."], ground_truth="7", level=2)
+
+    in_threads = episode()
+    events.clear()
+    with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
+        in_process = episode()
+    assert told(in_process) == told(in_threads)
+    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    assert events == [], "all of it is elsewhere"
 
 
 def test_messages_are_written_by_the_chat_template() -> None:
@@ -76,28 +92,11 @@ def test_with_leave_the_sampled_tokens_are_kept_and_counted() -> None:
         ("Fails", "OSError: the sandbox is gone"),
         ("Forgets", "ValueError: a step of Forgets has no 'reward'"),
         ("Rewrites", "ValueError: init of Rewrites changes the prompt"),
-        ("Sleeps", "TimeoutError: a reset of the environment took longer than step_timeout_s=1.0"),
     ],
 )
 def test_an_environment_that_fails_is_not_reward_0(env: str, error: str) -> None:
-    episode = play_row(loop_of(env, step_timeout_s=1.0), ["3"], ground_truth="7")
+    episode = play_row(loop_of(env), ["3"], ground_truth="7")
     assert error in error_of(episode)
-
-
-def test_a_failed_environment_is_closed(events: list[str]) -> None:
-    play_row(loop_of("Fails"), ["3"], ground_truth="7")
-    assert events[-1] == "close"
-
-
-def test_long_observations_are_cut_and_counted() -> None:
-    loop = loop_of("Guess", max_observation_tokens=3, env_config={"hint": "No. " * 50})
-    episode = play_row(loop, ["3", "7"], ground_truth="7")
-    assert int((~only(episode).loss_mask).sum()) == 3 and episode.metrics["cut_observations"] == 1
-
-
-def test_an_argument_that_there_is_not_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rollout\.agent_args\.max_turn=3: is no argument; allowed: chat, max_obs"):
-        loop_of("Guess", max_turn=3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is not None, reason="the package is installed")

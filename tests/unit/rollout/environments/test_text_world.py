@@ -58,9 +58,9 @@ def test_what_cannot_be_done_changes_nothing() -> None:
 
 
 def test_the_same_random_numbers_make_the_same_house() -> None:
-    one, same, other = House(Random(1)), House(Random(1)), House(Random(2))
-    assert (one.names, one.ways, one.room) == (same.names, same.ways, same.room)
-    assert one.names != other.names
+    house, same, other = House(Random(1)), House(Random(1)), House(Random(2))
+    assert (house.names, house.ways, house.room) == (same.names, same.ways, same.room)
+    assert house.names != other.names
 
 
 @pytest.mark.parametrize("size", [(1, 2), (5, 4), (0, 0)])

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from configs.rollout import RolloutConfig, ToolPlace
 from rollout.agents.loop import load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
+from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.environments.trl import agent_loop, row_for
 from tests.support.environments import TOKENIZER, call, heard, play, prompt_of
 from tests.support.sequences import only
 
 
 class Guess:
-    """As one of TRL's documentation: it holds a state, and tells its end by an exception."""
+    """A class like one of TRL's documentation: it holds a state, and tells its end by an exception."""
 
     events: list[str] = []
 
@@ -57,7 +59,7 @@ class Guess:
 
 
 class Scored(Guess):
-    """Its reward is a method."""
+    """A class whose reward is a method."""
 
     def _pay(self, reward: float) -> None: ...
 
@@ -72,16 +74,6 @@ class Unscored:
     def wait(self, seconds: float) -> str:
         time.sleep(seconds)
         return f"{seconds}"
-
-
-class Broken(Unscored):
-    def reset(self) -> None:
-        raise OSError("no disk")
-
-
-class SlowReset(Unscored):
-    def reset(self) -> None:
-        time.sleep(0.6)
 
 
 class WrongReset(Unscored):
@@ -117,9 +109,6 @@ def loop_of(kind: type, **args: Any) -> MultiTurn:
     return agent_loop(TOKENIZER, factory=f"classes_of_mine:{kind.__name__}", **args)
 
 
-# -- episodes ----------------------------------------------------------------------------------------------------------
-
-
 def test_public_methods_are_tools() -> None:
     guess, hint = loop_of(Guess).prompt_tools
     assert (guess.name, guess.description) == ("guess", "Guess the number.")
@@ -141,14 +130,27 @@ def test_an_episode() -> None:
     assert Guess.events == [f"reset 8 {columns}", "guess 3 False", "guess 8 False", "close"]
 
 
-def test_exceptions_are_answers() -> None:
-    lines = [call("guess", number=4), call("guess", number=4), call("guess"), call("state"), "done"]
-    episode = play(loop_of(Guess), lines)
-    assert "Error: ValueError: Game over." in heard(episode)
-    assert "Error: the arguments of guess are wrong: number: Field required" in heard(episode)
-    assert "Error: no tool is named 'state'; there are: guess, hint" in heard(episode)
-    assert episode.metrics["tool_errors"] == 3
-    assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.0, None)
+class Stuck(Guess):
+    def guess(self, number: int) -> str:
+        """Raise 9 to a power, which holds Python's global lock for hours."""
+        return str(9**number)
+
+
+def test_an_episode_in_a_process_is_the_same() -> None:
+    loop = loop_of(Guess, args={"most": 20})
+    lines = [call("guess", number=3), call("hint") + call("guess", number=8), "It is 8."]
+    prompt = prompt_of(loop, secret=8, level="easy")
+    in_threads = play(loop, lines, prompt=prompt)
+    Guess.events.clear()
+    with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
+        in_process = play(loop, lines, prompt=prompt)
+        stuck = play(loop_of(Stuck, step_timeout_s=2.0, call_timeout_s=1.0), [call("guess", number=10**8)])
+    assert heard(in_process) == heard(in_threads)
+    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    assert Guess.events == [], "all of it is elsewhere"
+    assert stuck.result is not None and "took longer than step_timeout_s=2.0; its process was killed" in str(
+        stuck.result.error
+    )
 
 
 def test_calls_of_a_turn_run_one_after_another() -> None:
@@ -188,30 +190,16 @@ def test_a_reset_gets_the_columns_that_it_names() -> None:
     }
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
-        (Broken, "OSError: no disk"),
-        (SlowReset, "TimeoutError: a reset of the environment took longer than step_timeout_s=0.3"),
         (WrongReset, "TypeError: reset returned 4, and neither a text nor None"),
         (NoNumber, "ValueError: could not convert string to float: 'much'"),
     ],
 )
 def test_an_environment_that_fails_is_not_a_reward_of_0(kind: type, error: str) -> None:
-    episode = play(loop_of(kind, step_timeout_s=0.3, call_timeout_s=0.2), ["done"])
-    assert episode.result is not None and episode.result.error is not None
-    assert episode.result.error.replace("a method of the", "a reset of the") == error
-
-
-def test_results_and_observations_are_capped() -> None:
-    lines = [call("guess", number=3), "done"]
-    cut = play(loop_of(Guess, max_output_chars=2), lines)
-    assert "Hi\n[cut: 2 of 7 characters]" in heard(cut)
-    assert (cut.metrics["cut_tool_results"], cut.metrics["cut_observations"]) == (1, 0)
-    assert play(loop_of(Guess, max_observation_tokens=3), lines).metrics["cut_observations"] == 2
+    episode = play(loop_of(kind), ["done"])
+    assert episode.result is not None and episode.result.error == error
 
 
 @pytest.mark.parametrize(
@@ -226,6 +214,6 @@ def test_results_and_observations_are_capped() -> None:
     ],
 )
 def test_what_is_wrong_is_said_before_there_are_episodes(kind: type, args: dict[str, Any], error: str) -> None:
-    given = {"factory": f"classes_of_mine:{kind.__name__}", **args}
+    agent_args = {"factory": f"classes_of_mine:{kind.__name__}", **args}
     with pytest.raises(ValueError, match=error):
-        load_agent_loop("rollout.environments.trl:agent_loop", TOKENIZER, given)
+        load_agent_loop("rollout.environments.trl:agent_loop", TOKENIZER, agent_args)

@@ -31,7 +31,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def harness(**args: Any) -> FunctionHarness:
-    """As rollout.agent_args makes it."""
+    """Make the harness as rollout.agent_args does."""
     return FunctionHarness("rollout.environments.verifiers:agent", {"env": ENV, "args": args})
 
 
@@ -43,19 +43,13 @@ def run(policy: Policy, **args: Any) -> Episode:
     return asyncio.run(run_one(harness(**args), policy))
 
 
-def test_the_package_that_is_tested() -> None:
-    """It says in the list of tests whether the others ran against the real one."""
-    if not HAS_LEGACY:
-        pytest.skip("the package verifiers>=0.1.14,<0.4 is not installed: the tests here ran against a fake of it")
-
-
 def test_a_rollout_is_one_sequence_with_the_reward_and_the_metrics_of_the_rubric() -> None:
     policy = Policy(looks_again)
     episode = run(policy)
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.0, None)
     metrics = episode.result.metrics
     assert (metrics["right"], metrics["num_messages"], metrics["empty_answer"]) == (1.0, 3.0, 0.0)
-    assert only(episode).loss_mask.sum() == sum(one.num_tokens for one in policy.sampled.values())
+    assert only(episode).loss_mask.sum() == sum(completion.num_tokens for completion in policy.sampled.values())
     assert "What is 6 times 7?" in policy.tokenizer.decode(policy.prompts[0])
 
 
@@ -106,9 +100,6 @@ def test_the_handlers_of_signals_stay_those_of_the_run() -> None:
     assert signal.signal.__module__ == "signal", "it is the original again"
 
 
-# -- its own data set --------------------------------------------------------------------------------------------------
-
-
 def load(entries: str) -> list[Any]:
     return load_rows(entries, Columns(prompt="prompt", answer="answer"), "rollout.environments.verifiers:rows")
 
@@ -153,9 +144,6 @@ def test_a_rollout_of_its_own_row_gets_the_whole_row() -> None:
 def test_entries_that_say_no_data_set_are_refused(entries: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         verifiers.rows(entries)
-
-
-# -- the package -------------------------------------------------------------------------------------------------------
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

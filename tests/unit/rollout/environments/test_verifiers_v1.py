@@ -56,17 +56,12 @@ def run(policy: Policy, kind: str = "right") -> Episode:
     return asyncio.run(run_one(OfRow(kind), policy))
 
 
-def test_the_package_that_is_tested() -> None:
-    if not HAS_V1:
-        pytest.skip("the package verifiers>=0.4 is not installed: the tests here ran against a fake of it")
-
-
 def test_a_rollout_is_one_sequence_with_the_reward_and_the_metrics_of_its_task() -> None:
     policy = Policy(looks_again)
     episode = run(policy)
     assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.0, None)
     assert episode.result.metrics == {"right": 1.0, "num_turns": 2.0}
-    assert only(episode).loss_mask.sum() == sum(one.num_tokens for one in policy.sampled.values())
+    assert only(episode).loss_mask.sum() == sum(completion.num_tokens for completion in policy.sampled.values())
     assert "8 times 7?" in policy.tokenizer.decode(policy.prompts[0])
 
 
@@ -77,19 +72,19 @@ def test_rollouts_at_once_have_sessions_of_their_own_and_leave_no_key_behind() -
                 group.create_task(loop.run_episode(episode_task(index), Policy(looks_again).generate))
                 for index in range(4)
             ]
-        return [one.result() for one in running]
+        return [task.result() for task in running]
 
     before = set(os.environ)
     episodes = asyncio.run(main())
-    assert [one.result and one.result.reward for one in episodes] == [1.0] * 4
-    assert all(len(one.sequences) == 1 for one in episodes)
+    assert [episode.result and episode.result.reward for episode in episodes] == [1.0] * 4
+    assert all(len(episode.sequences) == 1 for episode in episodes)
     assert set(os.environ) == before
 
 
 @pytest.mark.parametrize(("kind", "error"), [("broken", "the sandbox is gone"), ("judged", "no judge answers")])
 def test_a_harness_or_a_reward_that_fails_is_not_reward_0(kind: str, error: str) -> None:
-    found = error_of(run(Policy(looks_again), kind))
-    assert found.startswith("RolloutError: the environment looks-again failed: ") and error in found
+    message = error_of(run(Policy(looks_again), kind))
+    assert message.startswith("RolloutError: the environment looks-again failed: ") and error in message
 
 
 def test_its_tasks_are_the_rows() -> None:

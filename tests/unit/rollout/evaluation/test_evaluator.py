@@ -15,6 +15,7 @@ from rollout.errors import (
 )
 from rollout.evaluation.evaluator import Evaluation
 from rollout.failures import RewardFailuresError
+from rollout.replica.lifecycle import Replica, ReplicaState
 from rollout.router import ReplicaRouter
 from rollout.types import EvaluatedPrompt, EvaluatedSample
 from tests.support.evaluations import GREEDY, FakeEvaluationRunner, make_evaluator, make_router
@@ -68,27 +69,26 @@ def test_of_several_samples_every_data_source_has_its_scores() -> None:
     )
 
 
-def test_those_out_of_service_are_not_asked() -> None:
+async def test_those_out_of_service_are_not_asked() -> None:
     """They serve another version, or none."""
     runner, router = FakeEvaluationRunner(), make_router()
     evaluator = make_evaluator(runner, 4, router)
-
-    async def main() -> None:
-        await router.eject("a", RuntimeError("not verified"))
-        assert (await evaluator.evaluate()).num_prompts == 4
-        assert runner.asked == [("b", [0, 2]), ("c", [1, 3])]
-        runner.asked.clear()
-        await router.admit("a")
-        await router.remove("c", RuntimeError("died"))
-        assert (await evaluator.evaluate()).num_prompts == 4
-        assert runner.asked == [("a", [0, 2]), ("b", [1, 3])]
-
-    run_virtual(main())
+    await router.eject("a", RuntimeError("not verified"))
+    assert (await evaluator.evaluate()).num_prompts == 4
+    assert runner.asked == [("b", [0, 2]), ("c", [1, 3])]
+    runner.asked.clear()
+    await router.admit("a")
+    await router.remove("c", RuntimeError("died"))
+    assert (await evaluator.evaluate()).num_prompts == 4
+    assert runner.asked == [("a", [0, 2]), ("b", [1, 3])]
 
 
-def test_an_evaluation_past_its_deadline_names_the_key() -> None:
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_an_evaluation_past_its_deadline_names_the_key(is_starting: bool) -> None:
+    """Test answers that come too late, and a replica that never comes into service."""
+    router = ReplicaRouter({"a": Replica(name="a")}, max_inflight=8) if is_starting else make_router()
     with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
-        run_virtual(make_evaluator(FakeEvaluationRunner(seconds=6), 2).evaluate())
+        run_virtual(make_evaluator(FakeEvaluationRunner(seconds=6), 2, router).evaluate())
 
 
 def test_rewards_that_fail_count_under_the_budget() -> None:
@@ -97,9 +97,6 @@ def test_rewards_that_fail_count_under_the_budget() -> None:
     run_virtual(evaluator.evaluate())
     with pytest.raises(RewardFailuresError, match=r"^3 rewards failed, .*max_failed_rewards=0.25 .* 8 .*: a failed$"):
         run_virtual(evaluator.evaluate())
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_lost_replica_leaves_is_asked_of_another_and_nothing_else_is() -> None:
@@ -122,30 +119,19 @@ def test_a_lost_agent_worker_costs_another_try_under_other_names() -> None:
 
 
 @pytest.mark.parametrize("dies_s", [None, 1.0])
-def test_where_no_replica_is_in_service_one_is_waited_for(dies_s: float | None) -> None:
-    """From the beginning, or since the only one died under the evaluation."""
+async def test_where_no_replica_is_in_service_one_is_waited_for(dies_s: float | None) -> None:
+    """No replica was in service from the beginning, or the only one died under the evaluation."""
     runner = FakeEvaluationRunner(errors={"a": [ReplicaLostError("a died")]})
-    router = ReplicaRouter(["a"], max_inflight=8)
-
-    async def main() -> None:
-        router.expect("replacement", RuntimeError("starting"))
-        if dies_s is None:
-            await router.remove("a", RuntimeError("died before"))
-        evaluating = asyncio.create_task(make_evaluator(runner, 2, router).evaluate())
-        await asyncio.sleep(3)
-        assert router.healthy == [] and not evaluating.done()
-        await router.admit("replacement")
-        assert (await evaluating).num_prompts == 2 and now() == 4
-        assert runner.asked[-1] == ("replacement", [0, 1])
-
-    run_virtual(main())
-
-
-def test_who_never_comes_is_waited_for_until_the_deadline() -> None:
-    router = ReplicaRouter(["a"], max_inflight=8)
-    router.expect("a", RuntimeError("starting"))
-    with pytest.raises(TimeoutError, match=r"evaluation took longer than evaluation\.timeout_s=5"):
-        run_virtual(make_evaluator(FakeEvaluationRunner(), 2, router).evaluate())
+    replicas = {"a": Replica(name="a", state=ReplicaState.READY), "replacement": Replica(name="replacement")}
+    router = ReplicaRouter(replicas, max_inflight=8)
+    if dies_s is None:
+        await router.remove("a", RuntimeError("died before"))
+    evaluating = asyncio.create_task(make_evaluator(runner, 2, router).evaluate())
+    await asyncio.sleep(3)
+    assert router.healthy == [] and not evaluating.done()
+    await router.admit("replacement")
+    assert (await evaluating).num_prompts == 2 and now() == 4
+    assert runner.asked[-1] == ("replacement", [0, 1])
 
 
 def test_too_few_that_are_left_end_it() -> None:
@@ -168,7 +154,7 @@ def test_of_pinned_replicas_only_those_that_are_left_are_asked_again() -> None:
 
 
 def test_when_all_pinned_replicas_are_lost_the_caller_decides() -> None:
-    """Also where c is lost under one share while another finds an agent worker lost."""
+    """Replica c is lost under one share while another share finds an agent worker lost."""
     worker_died = AgentWorkerLostError("an agent worker died")
     errors = {"b": [ReplicaLostError("b died")], "c": [worker_died, ReplicaLostError("c died"), worker_died]}
     runner = FakeEvaluationRunner(errors=errors)
@@ -177,27 +163,19 @@ def test_when_all_pinned_replicas_are_lost_the_caller_decides() -> None:
     assert [name for name, _ in runner.asked] == ["b", "c", "c", "c"]
 
 
-def test_who_drains_finishes_its_share_first() -> None:
+async def test_who_drains_finishes_its_share_first() -> None:
     router = make_router()
-
-    async def main() -> None:
-        evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 3, router).evaluate())
-        await settle()
-        await router.eject("b", RuntimeError("draining"))
-        await router.emptied("b")
-        assert now() == 1
-        assert (await evaluating).num_prompts == 3
-
-    run_virtual(main())
+    evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 3, router).evaluate())
+    await settle()
+    await router.eject("b", RuntimeError("draining"))
+    await router.emptied("b")
+    assert now() == 1
+    assert (await evaluating).num_prompts == 3
 
 
-def test_an_evaluation_takes_no_room_from_the_training() -> None:
+async def test_an_evaluation_takes_no_room_from_the_training() -> None:
     router = ReplicaRouter(["a"], max_inflight=8)
-
-    async def main() -> None:
-        evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 100, router).evaluate())
-        await settle()
-        assert await router.acquire(8) == "a" and now() == 0
-        await evaluating
-
-    run_virtual(main())
+    evaluating = asyncio.create_task(make_evaluator(FakeEvaluationRunner(), 100, router).evaluate())
+    await settle()
+    assert await router.acquire(8) == "a" and now() == 0
+    await evaluating

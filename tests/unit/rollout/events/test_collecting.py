@@ -38,10 +38,10 @@ def test_events_of_a_process_are_on_the_drivers_clock() -> None:
     """Asked at 1000.0, answered at 1000.2 at 3.5 of its clock: that was 1000.1, give or take 0.1."""
     stamped, events, clock, log, remote = collecting()
     log.emit(TICK)  # at 3.0
-    remote.now, asked = 3.5, clock.now
+    remote.now, sent_at = 3.5, clock.now
     batch = log.take()
     clock.now = 1000.2
-    events.take("replica-0", batch, asked)
+    events.take("replica-0", batch, sent_at)
     measured, tick = stamped
     assert measured.event == ClockMeasured(process="replica-0", offset_s=996.6, error_s=pytest.approx(0.1))
     assert tick == Stamped(pytest.approx(999.6), "replica-0", TICK)
@@ -51,7 +51,7 @@ def test_events_of_a_process_are_on_the_drivers_clock() -> None:
 def test_the_error_of_a_clock_is_never_more_than_it_says(trips: list[tuple[float, float]], truth: float) -> None:
     clock, now = RemoteClock(), 100.0
     for there, back in trips:
-        clock.measure(asked=now, remote=now + there - truth, answered=now + there + back)
+        clock.measure(sent_at=now, remote=now + there - truth, answered=now + there + back)
         now += there + back + 1.0
         assert clock.offset is not None
         assert abs(clock.to_driver(0.0) - truth) <= clock.offset.error_at(now) + 1e-6
@@ -59,10 +59,10 @@ def test_the_error_of_a_clock_is_never_more_than_it_says(trips: list[tuple[float
 
 def test_a_shorter_round_trip_counts_and_an_old_one_wears_out() -> None:
     clock = RemoteClock()
-    assert clock.measure(asked=0.0, remote=0.0, answered=2.0)
-    assert clock.measure(asked=10.0, remote=9.0, answered=10.1)
-    assert not clock.measure(asked=20.0, remote=19.0, answered=21.0)
-    assert clock.measure(asked=20_000.0, remote=19_999.0, answered=20_001.0)  # two seconds of drift later
+    assert clock.measure(sent_at=0.0, remote=0.0, answered=2.0)
+    assert clock.measure(sent_at=10.0, remote=9.0, answered=10.1)
+    assert not clock.measure(sent_at=20.0, remote=19.0, answered=21.0)
+    assert clock.measure(sent_at=20_000.0, remote=19_999.0, answered=20_001.0)  # two seconds of drift later
 
 
 def test_what_is_lost_on_the_way_is_counted() -> None:
@@ -72,7 +72,7 @@ def test_what_is_lost_on_the_way_is_counted() -> None:
     log.take()  # an answer that never came
     log.emit(TICK)
     events.take("replica-0", log.take(), 1000.0)
-    assert [one.event for one in stamped[1:]] == [EventsDropped(count=3, total=3, why="process"), TICK]
+    assert [each.event for each in stamped[1:]] == [EventsDropped(count=3, total=3, why="process"), TICK]
     assert events.num_lost == 3
 
 
@@ -93,7 +93,7 @@ def test_another_process_under_the_same_name_begins_anew() -> None:
     other = EventLog(Hands(500.0))
     other.emit(TICK)
     events.take("agent-worker-0", other.take(), clock.now)
-    assert [one.time for one in stamped if one.event == TICK] == [1000.0, 1000.0] and events.num_lost == 0
+    assert [each.time for each in stamped if each.event == TICK] == [1000.0, 1000.0] and events.num_lost == 0
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -104,7 +104,7 @@ def test_without_events_only_the_rare_ones_of_the_driver_are_kept(is_on: bool) -
     for emit in emits:
         emit(GroupClaimed(ordinal=1, replica="replica-0"))
         emit(TICK)
-    assert [type(one.event) for one in stamped] == ([GroupClaimed] if is_on else []) + [UpdateStarted]
+    assert [type(each.event) for each in stamped] == ([GroupClaimed] if is_on else []) + [UpdateStarted]
     assert len(log.take().events) == 2 * is_on
 
 

@@ -1,4 +1,4 @@
-"""docs/observe.md has every kind of event with its fields, and no other."""
+"""The table in docs/observe.md has every kind of event with its fields, and no other."""
 
 import re
 from dataclasses import fields
@@ -12,8 +12,8 @@ ROW = re.compile(r"^\| `(\w+)`( \*)? \| (.*?)\s*\| (driver|replica|agent worker)
 
 
 def own_fields(kind: type[Event]) -> list[str]:
-    of_all = [field.name for field in fields(OfEpisode)] if issubclass(kind, OfEpisode) else []
-    return [field.name for field in fields(kind) if field.name not in of_all]
+    inherited = [field.name for field in fields(OfEpisode)] if issubclass(kind, OfEpisode) else []
+    return [field.name for field in fields(kind) if field.name not in inherited]
 
 
 def test_the_table_of_events_is_the_code() -> None:

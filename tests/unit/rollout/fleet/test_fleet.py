@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from configs.schema import PauseMode
 from rollout.engines.base import EngineDiedError
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.lifecycle import FleetRefusalError, ReplicaState
+from rollout.replica.lifecycle import FleetRefusalError, ReplicaState
 from tests.support.fakes import answer, settle
 from tests.support.fleets import DIED, START_S, FleetSetup, OperatedFleet, on_fleet, operated
 
@@ -43,13 +43,6 @@ async def test_a_replica_that_is_given_up_is_ended_with_what_it_generates_and_ne
     assert setup.told == ["b is given up: torn"]
     await setup.control.pause(PauseMode.keep)
     assert await setup.paused() == {"a": "keep"}
-
-
-@on_fleet(min_replicas=1)
-async def test_a_loss_that_two_tell_of_counts_once(setup: FleetSetup) -> None:
-    for _ in range(2):
-        await setup.fleet.lose("b", DIED)
-    assert setup.told == ["b is given up: out of memory"]
 
 
 @on_fleet(min_replicas=2)
@@ -86,7 +79,7 @@ async def take(step: str, number: int, setup: OperatedFleet, pinned: list[str]) 
             setup.fleet.unpin(pinned)
             await setup.manager.catch_up(pinned)
             pinned.clear()
-        case "lose" | "eject" if name in setup.fleet.lives:
+        case "lose" | "eject" if name in setup.fleet.replicas:
             await getattr(setup.fleet, step)(name, DIED)
         case "drain" | "remove":
             await getattr(setup.operator, step)(name)
@@ -98,6 +91,7 @@ async def take(step: str, number: int, setup: OperatedFleet, pinned: list[str]) 
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5))))
 @example([("add", 0), ("wait", 2), ("train", 0), ("wait", 2)])
 @example([("pin", 1), ("train", 0), ("unpin", 0)])
+@example([("drain", 0), ("eject", 1)])  # the drained one ends while the other is out of service: no loss
 def test_whatever_happens_only_the_ready_are_routable_on_one_version_and_nobody_comes_back_from_the_dead(
     steps: list[tuple[str, int]],
 ) -> None:
@@ -112,13 +106,13 @@ def test_whatever_happens_only_the_ready_are_routable_on_one_version_and_nobody_
                 continue
             except TooFewReplicasError:
                 return
-            lives = setup.fleet.lives
+            lives = setup.fleet.replicas
             ready = [name for name, life in lives.items() if life.state is ReplicaState.READY]
             assert setup.router.healthy == ready
-            unverified = {replica.name for replica in setup.fleet.targets if lives[replica.name].global_steps < 0}
+            unverified = {replica.name for replica in setup.fleet.targets if lives[replica.name].version < 0}
             assert unverified.isdisjoint(ready)
             if ready and not setup.manager.updating.locked():
-                serving = {lives[name].global_steps for name in ready}
+                serving = {lives[name].version for name in ready}
                 assert len(serving) == 1
                 assert newest <= (newest := max(serving))
             assert dead <= (dead := {name for name, life in lives.items() if life.state is ReplicaState.DEAD})

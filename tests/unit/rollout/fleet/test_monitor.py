@@ -11,11 +11,9 @@ from configs.schema import WeightSyncConfig
 from rollout.engines.base import EngineDiedError
 from rollout.errors import TooFewReplicasError
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.fleet.health import HealthMonitor
-from rollout.fleet.monitor import FleetMonitor
+from rollout.fleet.health import FleetMonitor, HealthMonitor
 from rollout.progress import ProgressReport
 from rollout.replica.replica import RolloutReplica
-from rollout.router import ReplicaRouter
 from tests.support.fakes import ClockedEngine, as_test, make_request, now, settle, start_group, update
 
 LOG = "its log is logs/{}.log in the run folder"
@@ -61,16 +59,16 @@ class Setup:
         self.told: list[str] = []
         self.engines = {name: ClockedEngine() for name in "ab"}
         self.replicas = {name: WatchedReplica(name, e, WeightSyncConfig()) for name, e in self.engines.items()}
-        self.router = ReplicaRouter(list(self.replicas), 8)
         self.store = Store()
         self.fleet = ReplicaFleet(
             list(self.replicas.values()),
-            self.router,
+            8,
             1,
             lambda event: self.told.append(event.text),
             serving=0,
             progress=self.store,
         )
+        self.router = self.fleet.router
         self.monitor = FleetMonitor(self.fleet, HealthMonitor(20.0, None), 1.0)
 
 

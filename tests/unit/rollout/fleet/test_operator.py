@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.errors import TooFewReplicasError
-from rollout.fleet.lifecycle import FleetRefusalError
+from rollout.replica.lifecycle import FleetRefusalError
 from rollout.replica.replica import RolloutReplica
 from tests.support.fakes import ClockedEngine, now, settle, start_group
 from tests.support.fleets import DIED, DRAIN_S, START_S, OperatedFleet, operated
@@ -172,7 +172,7 @@ async def test_a_draining_replica_finishes_what_it_has_gets_no_updates_and_ends(
     assert len(completion.token_ids) == 20 and set(completion.token_ids) == {7}
     setup.router.release("replica-1", 1)
     await asyncio.sleep(1)
-    assert setup.states()["replica-1"] == "DEAD" and len(setup.fleet.lives) == 2, "and nothing replaces it"
+    assert setup.states()["replica-1"] == "DEAD" and len(setup.fleet.replicas) == 2, "and nothing replaces it"
     assert setup.told == ["replica-1 drains", "replica-1 leaves: drained"]
 
 

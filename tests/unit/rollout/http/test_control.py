@@ -8,8 +8,6 @@ import pytest
 from tests.support.fakes import ClockedEngine, make_manifest, make_tag, settle
 from tests.support.http_clients import fleet_client, generating, replica_client, result
 
-# -- pause and resume --------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("prefix", ["", "/v1"], ids=["vllm", "fastdeploy"])
 async def test_pause_aborts_by_default_and_resume_lets_the_waiting_run(prefix: str) -> None:
@@ -84,9 +82,6 @@ async def test_what_cannot_be_had_is_refused_with_the_reason() -> None:
         assert interrupted.json() == {"error": "a resume came while the pause waited for running requests"}
 
 
-# -- abort -------------------------------------------------------------------------------------------------------------
-
-
 async def test_abort_ends_the_named_requests_running_frozen_or_waiting() -> None:
     async with replica_client(ClockedEngine(max_num_seqs=2)) as (replica, client):
         tasks = {name: generating(replica, name, 100) for name in "abcd"}
@@ -101,9 +96,6 @@ async def test_abort_ends_the_named_requests_running_frozen_or_waiting() -> None
         assert replica.is_paused(), "an abort leaves the pause as it was"
         nobody = await client.post("/v1/abort_requests", json={"req_ids": []})
         assert (nobody.status_code, nobody.json()["detail"]) == (400, "must provide abort_all=true or req_ids")
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
 
 
 async def test_health_versions_and_metrics() -> None:
@@ -140,9 +132,6 @@ async def test_a_torn_replica_is_out_of_service_and_cannot_be_resumed() -> None:
         assert (await client.get("/versions")).json() == {"r0": 3}
 
 
-# -- the fleet ---------------------------------------------------------------------------------------------------------
-
-
 async def test_the_same_routes_act_on_all_replicas() -> None:
     engines = [ClockedEngine(), ClockedEngine()]
     events = [engine.events for engine in engines]
@@ -159,7 +148,9 @@ async def test_the_same_routes_act_on_all_replicas() -> None:
         assert [task.done() for task in tasks] == [False, True]
         assert (await client.get("/versions")).json() == {"r0": 3, "r1": 3}
         assert [event for replica_events in events for event in replica_events] == ["freeze", "thaw"] * 2
+        engines[0].exported_metrics = lambda: "# TYPE vllm:kv gauge\nvllm:kv 0.5\n"
         metrics = (await client.get("/metrics")).text
+        assert 'vllm:kv{replica="r0"} 0.5' in metrics
         assert 'slipstream_running_requests{replica="r0"} 1.0' in metrics
         assert 'slipstream_running_requests{replica="r1"} 0.0' in metrics
 

@@ -15,12 +15,13 @@ from configs.validate import ConfigError
 from rollout.http.access import Access
 from rollout.http.gateway import Proxy, gateway_app
 from rollout.http.guard import Guard
-from rollout.http.server import listen, served, url_of
+from rollout.http.replica_app import ReplicaControl
+from rollout.http.server import listen, listener_url, served
 from rollout.http.token import Token
-from rollout.replica.app import ReplicaControl
 from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from tests.support.fakes import ClockedEngine, settle
+from tests.support.real_clock import on_real_clock
 
 URLS = {"r0": "http://replica-0", "r1": "http://replica-1"}
 
@@ -105,9 +106,9 @@ def gateway(
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     client = httpx.AsyncClient(transport=upstream, headers=headers)
     control = ReplicaControl(RolloutReplica("r0", ClockedEngine(), WeightSyncConfig()))
-    made = None if token is None else Token(token, is_given=False)
+    made = None if token is None else Token(token, is_configured=False)
     access = Access.of(ServeConfig(), made, on_loopback=True)
-    return Guard(gateway_app(control, Proxy(client, router, URLS, 10.0)), ServeConfig(), access, 99), router
+    return Guard(gateway_app(control, Proxy(client, router, URLS, 10.0)), ServeConfig(), access), router
 
 
 def in_flight(router: ReplicaRouter) -> float:
@@ -239,16 +240,14 @@ async def test_generation_needs_no_token_at_the_gateway_and_control_does() -> No
     assert (generation.status, control.status) == (200, 401)
 
 
-def test_an_app_is_served_while_the_block_runs() -> None:
-    async def main() -> None:
-        listener = listen("127.0.0.1", 0)
-        url, port = url_of(listener), listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"serve.host=127.0.0.1, serve.port={port}: cannot listen there"):
-            listen("127.0.0.1", port)
-        async with httpx.AsyncClient(trust_env=False) as client:
-            async with served(PlainTextResponse("here"), listener):
-                assert (await client.get(url)).text == "here"
-            with pytest.raises(httpx.ConnectError):
-                await client.get(url)
-
-    asyncio.run(main())
+@on_real_clock
+async def test_an_app_is_served_while_the_block_runs() -> None:
+    listener = listen("127.0.0.1", 0)
+    url, port = listener_url(listener), listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"serve.host=127.0.0.1, serve.port={port}: cannot listen there"):
+        listen("127.0.0.1", port)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with served(PlainTextResponse("here"), listener):
+            assert (await client.get(url)).text == "here"
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)

@@ -102,21 +102,22 @@ async def test_one_at_a_time(replica: RolloutReplica, engine: ClockedEngine) -> 
     await assert_serves(replica, 2)
 
 
-@on_replica()
-async def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    group = start_group(replica, 4)
-    await asyncio.sleep(1.5)
-    await replica.pause(PauseMode.keep)
-    await replica.stage(make_manifest(1))
-    report = await replica.commit(make_tag(1))
-    await asyncio.sleep(100)
-    status = await replica.status()
-    assert (report.pause_s, status.global_steps, status.pause_mode) == (0, 1, "keep")
-    assert not group.done() and engine.events[-1] != "thaw"
-    await replica.resume()
-    assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
+@pytest.mark.parametrize("pause_mode", [PauseMode.keep, PauseMode.abort])
+def test_a_client_that_keeps_it_paused_finds_the_new_weights_at_the_resume(pause_mode: PauseMode) -> None:
+    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+        group = start_group(replica, 4)
+        await asyncio.sleep(1.5)
+        await replica.pause(PauseMode.keep)
+        await replica.stage(make_manifest(1))
+        report = await replica.commit(make_tag(1))
+        await asyncio.sleep(100)
+        status = await replica.status()
+        assert (report.pause_s, status.global_steps, status.pause_mode) == (0, 1, "keep")
+        assert not group.done() and engine.events[-1] != "thaw"
+        await replica.resume()
+        assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
+
+    on_replica(pause_mode=pause_mode)(test)()
 
 
 @on_replica()
@@ -173,13 +174,13 @@ def test_a_replica_that_is_not_verified_stays_frozen(what: str, staging: Staging
         group = start_group(replica, 4)
         await asyncio.sleep(1.5)
         engine.tags, engine.workers = TORN[what], 2 if "second" in what else 1
-        found = [(tag.global_steps, tag.checksum) for tag in TORN[what]]
+        tags = [(tag.global_steps, tag.checksum) for tag in TORN[what]]
         with pytest.raises(WeightVerificationError) as raised:
             await update(replica, 1)
         assert str(raised.value) == {
             "no worker": "0 of 1 workers of replica-3 answered",
             "second worker silent": "1 of 2 workers of replica-3 answered",
-        }.get(what, f"workers of replica-3 serve {found}, published was (1, {RIGHT.checksum})")
+        }.get(what, f"workers of replica-3 serve {tags}, published was (1, {RIGHT.checksum})")
         engine.workers = 1
         await assert_torn_until_the_next_update(replica, engine, group)
 
@@ -204,11 +205,24 @@ def test_a_swap_that_fails_or_hangs_leaves_it_frozen(staging: Staging, hangs: bo
 
 
 @on_replica()
-async def test_what_was_not_staged_is_not_committed(replica: RolloutReplica, engine: ClockedEngine) -> None:
+async def test_what_was_not_staged_is_not_committed_and_nothing_is_torn(
+    replica: RolloutReplica, engine: ClockedEngine
+) -> None:
+    """No byte was copied: the replica goes on as it was, and the version that is staged can still be committed."""
+    group = start_group(replica, 5)
+    engine.events.clear()
+    with pytest.raises(RuntimeError, match="^replica replica-3 cannot commit version 1: nothing is staged$"):
+        await replica.commit(make_tag(1))
     await replica.stage(make_manifest(1))
-    with pytest.raises(RuntimeError, match="cannot swap in version 2: staged is 1"):
+    with pytest.raises(RuntimeError, match="^replica replica-3 cannot commit version 2: version 1 is staged$"):
         await replica.commit(make_tag(2))
-    assert (await replica.status()).torn
+    status = await replica.status()
+    assert not (status.torn or status.frozen) and status.global_steps == 0 and "freeze" not in engine.events
+    await replica.commit(make_tag(1))
+    with pytest.raises(RuntimeError, match="cannot commit version 1: nothing is staged"):
+        await replica.commit(make_tag(1))
+    await group
+    await assert_serves(replica, 1)
 
 
 @pytest.mark.parametrize("checksums", [[8, 8], [8, 9]])

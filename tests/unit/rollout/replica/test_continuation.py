@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from rollout.replica.continuation import generate_in_parts
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams, VersionSpan
-from tests.support.fakes import ClockedEngine, make_completion, now, run_virtual, start_group, update
+from tests.support.fakes import make_completion, make_request, now, run_virtual, start_group, update
 from tests.support.replicas import assert_serves, on_replica
 
 SAMPLING = SamplingParams(
@@ -44,34 +43,13 @@ class Engine:
         return run_virtual(generate_in_parts(REQUEST, self.generate, lambda request_id: interrupted))
 
 
-def test_a_trajectory_of_three_parts_by_hand() -> None:
-    engine = Engine(
-        make_completion([4, 5], [7, 7], "abort", cached_tokens=2),
-        make_completion([6, 7, 8], [7, 8, 8], "abort", cached_tokens=4),
-        make_completion([9], [9], "stop"),
-    )
-    completion, parts = engine.go()
-    assert parts == 3
-    assert completion.token_ids.tolist() == [4, 5, 6, 7, 8, 9]
-    assert completion.logprobs.tolist() == (-np.arange(4, 10, dtype=np.float32) / 10).tolist()
-    assert completion.spans == (VersionSpan(0, 3, 7), VersionSpan(3, 5, 8), VersionSpan(5, 6, 9))
-    assert (completion.finish_reason, completion.cached_tokens) == ("stop", 2)
-    second, third = (replace(REQUEST.request_id, part=part) for part in (1, 2))
-    rest = replace(REQUEST, is_continuation=True)
-    assert engine.requests == [
-        REQUEST,
-        replace(rest, request_id=second, prompt_ids=(1, 2, 4, 5), sampling=sampling_after(2), num_sampled=2),
-        replace(rest, request_id=third, prompt_ids=(1, 2, 4, 5, 6, 7, 8), sampling=sampling_after(5), num_sampled=5),
-    ]
-
-
 @given(
     versions=st.lists(st.integers(0, 3), min_size=1, max_size=10).map(sorted),
     cuts=st.lists(st.integers(0, 10), max_size=3),
     finish_reason=st.sampled_from(["stop", "length"]),
 )
 def test_however_it_is_cut_it_is_the_same_trajectory(versions: list[int], cuts: list[int], finish_reason: str) -> None:
-    """Also before its first token, after its last but one, and twice at the same place."""
+    """Cut it also before its first token, after its last but one, and twice at the same place."""
     tokens = list(range(20, 20 + len(versions)))
     whole = make_completion(tokens, versions, finish_reason)
     ends = [*sorted(min(cut, len(tokens) - 1) for cut in cuts), len(tokens)]
@@ -117,7 +95,7 @@ def test_an_abort_with_the_last_token_allowed_is_the_end() -> None:
 
 @on_replica(pause_mode=PauseMode.abort)
 async def test_for_an_engine_that_can_only_abort_a_trajectory_is_continuation_from_its_tokens(
-    replica: RolloutReplica, engine: ClockedEngine
+    replica: RolloutReplica,
 ) -> None:
     group = start_group(replica, 7, 3)
     for version, moment in ((1, 1.5), (2, 4.25)):
@@ -136,7 +114,7 @@ async def test_for_an_engine_that_can_only_abort_a_trajectory_is_continuation_fr
 
 @on_replica(max_num_seqs=1, pause_mode=PauseMode.abort)
 async def test_what_an_update_interrupted_is_continuation_before_those_that_wait_for_a_seat(
-    replica: RolloutReplica, engine: ClockedEngine
+    replica: RolloutReplica,
 ) -> None:
     group = start_group(replica, 4, 2)
     for version, moment in ((1, 1.5), (2, 4.25)):
@@ -149,52 +127,60 @@ async def test_what_an_update_interrupted_is_continuation_before_those_that_wait
 
 
 @on_replica(pause_mode=PauseMode.abort)
-async def test_a_trajectory_that_an_update_interrupted_is_continuation_when_the_client_resumes(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    group = start_group(replica, 4)
-    await asyncio.sleep(1.5)
-    await replica.pause(PauseMode.keep)
-    await update(replica, 1)
-    await asyncio.sleep(100)
-    assert not group.done()
-    await replica.resume()
-    assert (await group)[0].spans == (VersionSpan(0, 2, 0), VersionSpan(2, 4, 1))
-
-
-@on_replica(pause_mode=PauseMode.abort)
-async def test_an_id_that_an_update_interrupted_may_be_used_again_and_then_aborted(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    group = start_group(replica, 4)
-    await asyncio.sleep(1.5)
-    await update(replica, 1)
-    await group
-    again = start_group(replica, 9)
-    await asyncio.sleep(1.5)
-    await replica.abort({"0-0"})
-    assert (await again)[0].finish_reason == "abort"
-    assert (await replica.stats())["continued"] == 1
-
-
-@on_replica(pause_mode=PauseMode.abort)
-async def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id(
-    replica: RolloutReplica, engine: ClockedEngine
+async def test_a_trajectory_that_went_on_after_an_update_can_be_aborted_by_its_id_and_so_can_the_next_of_that_id(
+    replica: RolloutReplica,
 ) -> None:
     group = start_group(replica, 9)
     await asyncio.sleep(1.5)
     await update(replica, 1)
-    await asyncio.sleep(2.5)
-    assert await replica.abort({"0-0"}) == ["0-0"]
-    assert (await group)[0].finish_reason == "abort"
+    for seconds in (2.5, 1.5):
+        await asyncio.sleep(seconds)
+        assert await replica.abort({"0-0"}) == ["0-0"]
+        assert (await group)[0].finish_reason == "abort"
+        group = start_group(replica, 9)
+    assert (await replica.stats())["continued"] == 1
+    group.cancel()
+
+
+@on_replica(pause_mode=PauseMode.abort)
+async def test_what_an_update_ends_for_good_is_not_ended_again_by_a_client(replica: RolloutReplica) -> None:
+    """The request of an HTTP client reaches the engine by itself, and does not continue."""
+    http = asyncio.create_task(replica._engine.generate(make_request("cmpl-7", 400)))
+    group = start_group(replica, 9)
+    await asyncio.sleep(4.5)
+    await update(replica, 1)
+    assert (await http).finish_reason == "abort"
+    assert await replica.abort() == ["0-0"] and (await group)[0].finish_reason == "abort"
+    assert await replica.abort() == []
+
+
+@pytest.mark.parametrize("names", [None, {"0-0", "0-1"}], ids=["all", "by name"])
+@pytest.mark.parametrize("ticks", [*range(12), 20, 40])
+@pytest.mark.parametrize("mode", [PauseMode.keep, PauseMode.abort])
+def test_what_a_client_aborts_at_any_moment_of_an_update_ends(
+    mode: PauseMode, ticks: int, names: set[str] | None
+) -> None:
+    async def test(replica: RolloutReplica) -> None:
+        group = start_group(replica, 400, 400)
+        await asyncio.sleep(4.5)
+        updating = asyncio.create_task(update(replica, 1))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        assert sorted(await replica.abort(names)) == ["0-0", "0-1"]
+        await updating
+        completions = await group
+        assert [completion.finish_reason for completion in completions] == ["abort", "abort"]
+        assert now() < 20 and await replica.abort() == []
+
+    on_replica(pause_mode=mode)(test)()
 
 
 @pytest.mark.parametrize(("mode", "tokens_before"), [(PauseMode.keep, 15), (PauseMode.abort, 14)])
 def test_an_update_while_a_pause_waits_costs_no_trajectory_anything(mode: PauseMode, tokens_before: int) -> None:
-    async def test(replica: RolloutReplica, engine: ClockedEngine) -> None:
+    async def test(replica: RolloutReplica) -> None:
         group = start_group(replica, 900)
         await asyncio.sleep(4.5)
-        pausing = asyncio.create_task(replica.pause(PauseMode.wait))
+        pausing = asyncio.create_task(replica.pause(PauseMode.wait, timeout_s=1e4))
         await asyncio.sleep(10)
         await update(replica, 1)
         await pausing
@@ -218,9 +204,3 @@ def test_a_request_is_continuation_from_what_was_sampled_elsewhere() -> None:
     assert [str(sent.request_id) for sent in engine.requests] == ["3-0", "3-0+part1"]
     assert [sent.prompt_ids for sent in engine.requests] == [(1, 2, 4, 5), (1, 2, 4, 5, 6)]
     assert [sent.sampling for sent in engine.requests] == [sampling_after(2), sampling_after(3)]
-
-
-def test_what_had_its_last_token_when_it_was_lost_is_not_sent_again() -> None:
-    request = replace(REQUEST, partial=make_completion(range(10), [7] * 10, ""))
-    completion, sent = run_virtual(generate_in_parts(request, Engine().generate, lambda name: True))
-    assert (len(completion.token_ids), completion.finish_reason, sent) == (10, "length", 0)

@@ -1,14 +1,28 @@
-"""What pause, resume and abort mean for one engine. Failures and updates are in test_pause_faults."""
+"""Pause, resume and abort of one engine: what they mean, what their failures and updates leave, and any schedule."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.schema import PauseMode
-from rollout.replica.pause import PauseConflictError, PauseControl
-from tests.support.fakes import ClockedEngine, answer, now, run_virtual, settle, start, update_engine
-from tests.support.replicas import ABORT, KEEP, MODES, WAIT, on_engine
+from rollout.errors import PauseConflictError
+from rollout.replica.pause import PauseControl
+from rollout.types import Completion
+from tests.support.fakes import ClockedEngine, answer, make_request, now, run_virtual, settle, start, update_engine
+from tests.support.replicas import (
+    ABORT,
+    FREEZE_FAILS,
+    KEEP,
+    MODES,
+    WAIT,
+    EngineFault,
+    assert_frozen,
+    assert_open,
+    on_engine,
+)
 
 # -- the three modes ---------------------------------------------------------------------------------------------------
 
@@ -52,23 +66,6 @@ async def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_afte
     await control.resume()
     assert [answer(await tasks[name]) for name in "ac"] == [(2, "stop")] * 2
     assert now() == 52
-
-
-@on_engine(max_num_seqs=8)
-async def test_twenty_streams_on_eight_seats(control: PauseControl, engine: ClockedEngine) -> None:
-    """FastDeploy PR 7753: eight run and get what they have, twelve wait and get an answer too, new ones run later."""
-    tasks = [start(engine, f"{index}", 50) for index in range(20)]
-    await asyncio.sleep(5.5)
-    await control.pause(ABORT)
-    assert now() == 6
-    answers = [answer(task.result()) for task in tasks]
-    assert answers == [(5, "abort")] * 8 + [(0, "abort")] * 12
-    later = [start(engine, f"later {index}", 3) for index in range(20)]
-    await asyncio.sleep(10)
-    assert not any(task.done() for task in later) and await control.abort({"later 19"}) == ["later 19"]
-    await control.resume()
-    assert [answer(await task) for task in later] == [(3, "stop")] * 19 + [(0, "abort")]
-    assert engine.running == []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -167,42 +164,12 @@ def while_waiting(
 
 
 @while_waiting
-async def test_keep_is_refused_while_a_pause_waits(
-    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
-) -> None:
-    with pytest.raises(PauseConflictError, match="a pause in mode wait is under way: resume first, or pause in mode"):
-        await control.pause(KEEP)
-    await waiting
-    assert now() == 6 and control.mode is WAIT
-
-
-@while_waiting
 async def test_abort_ends_the_waiting_and_both_are_complete(
     control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
 ) -> None:
     await control.pause(ABORT)
     assert now() == 3 and control.mode is ABORT
     await waiting
-
-
-@while_waiting
-async def test_aborting_the_last_request_ends_the_waiting(
-    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
-) -> None:
-    assert await control.abort({"a"}) == ["a"]
-    await waiting
-    assert now() == 3 and control.mode is WAIT
-
-
-@while_waiting
-async def test_resume_interrupts_the_waiting_and_the_request_goes_on(
-    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
-) -> None:
-    assert await control.resume() == 0 and not control.paused
-    with pytest.raises(PauseConflictError, match="a resume came while the pause waited"):
-        await waiting
-    await asyncio.sleep(4)
-    assert engine.step_starts == list(range(6))
 
 
 @while_waiting
@@ -221,16 +188,8 @@ async def test_who_gives_up_waiting_opens_nothing_for_which_others_wait(
     assert answer(await late) == (1, "stop")
 
 
-@while_waiting
-async def test_a_second_wait_is_complete_with_the_first(
-    control: PauseControl, engine: ClockedEngine, waiting: "asyncio.Task[None]"
-) -> None:
-    await control.pause(WAIT)
-    assert now() == 6 and control.mode is WAIT
-
-
 class LateEngine(ClockedEngine):
-    """What it has sampled is on its way for a while."""
+    """An engine whose samples are on their way for a while."""
 
     handed_out = 0
 
@@ -240,20 +199,338 @@ class LateEngine(ClockedEngine):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pause_is_complete_when_what_was_sampled_has_been_handed_out(mode: PauseMode) -> None:
-    async def main() -> None:
-        engine = LateEngine()
-        await update_engine(engine, 0)
-        control = PauseControl(engine, timeout_s=10)
-        running = start(engine, "running", 5)
-        await asyncio.sleep(1.5)
-        await control.pause(mode)
-        assert engine.handed_out == len(engine.step_starts) > 0
+async def test_a_pause_is_complete_when_what_was_sampled_has_been_handed_out(mode: PauseMode) -> None:
+    engine = LateEngine()
+    await update_engine(engine, 0)
+    control = PauseControl(engine, timeout_s=10)
+    running = start(engine, "running", 5)
+    await asyncio.sleep(1.5)
+    await control.pause(mode)
+    assert engine.handed_out == len(engine.step_starts) > 0
+    await control.resume()
+    await running
+    engine.handed_out = -1
+    async with control.update_window(clear_cache=False, before_abort=None):
+        pass
+    assert engine.handed_out == -1, "an update waits for no client"
+
+
+# -- pauses that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, KEEP])
+@pytest.mark.parametrize("how", ["cancelled", "past its deadline"])
+@on_engine()
+async def test_a_wait_that_ends_early_leaves_the_engine_as_it_was(
+    control: PauseControl, engine: ClockedEngine, how: str, before: PauseMode | None
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(1.5)
+    if before is not None:
+        await control.pause(before)
+    if how == "cancelled":
+        waiting = asyncio.create_task(control.pause(WAIT))
+        await asyncio.sleep(5)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+    else:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await control.pause(WAIT)
+    assert control.mode is before and not running.done()
+    if before is not None:
+        await assert_frozen(engine)
         await control.resume()
-        await running
-        engine.handed_out = -1
-        async with control.update_window(clear_cache=False, before_abort=None):
-            pass
-        assert engine.handed_out == -1, "an update waits for no client"
+    await assert_open(control, engine)
+    assert answer(await running) == (50, "stop")
+
+
+@pytest.mark.parametrize("how", FREEZE_FAILS)
+@pytest.mark.parametrize("mode", MODES)
+@on_engine()
+async def test_an_engine_that_does_not_freeze_stays_open(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode, how: str
+) -> None:
+    FREEZE_FAILS[how](engine)
+    with pytest.raises(TimeoutError if how == "hangs" else EngineFault) as raised:
+        await control.pause(mode)
+    if how == "hangs":
+        assert str(raised.value) == "pausing took longer than weight_sync.pause_timeout_s=10" and now() == 10
+    await assert_open(control, engine)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@on_engine()
+async def test_an_engine_that_does_not_thaw_stays_paused_until_it_does(
+    control: PauseControl, engine: ClockedEngine, hangs: bool
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await control.pause(KEEP)
+    engine.seconds["thaw"], engine.errors["thaw"] = (1e6 if hangs else 0.0), EngineFault()
+    with pytest.raises(TimeoutError if hangs else EngineFault):
+        await control.resume()
+    assert control.mode is KEEP
+    await assert_frozen(engine)
+    del engine.seconds["thaw"], engine.errors["thaw"]
+    await control.resume()
+    await assert_open(control, engine)
+    assert answer(await running) == (4, "stop")
+
+
+async def test_requests_that_do_not_end_when_aborted_have_a_deadline_and_go_on() -> None:
+    class Deaf(ClockedEngine):
+        async def abort(self, request_ids: object) -> list[str]:
+            return []
+
+    engine = Deaf()
+    control = PauseControl(engine, timeout_s=10)
+    running = start(engine, "a", 20)
+    await settle()
+    with pytest.raises(TimeoutError, match=r"ending requests took longer than weight_sync\.pause_timeout_s=10"):
+        await control.pause(ABORT)
+    assert now() == 10
+    await assert_open(control, engine)
+    assert answer(await running) == (20, "stop")
+
+
+# -- pauses and updates ------------------------------------------------------------------------------------------------
+
+
+async def update(control: PauseControl, torn: bool = False, seconds: float = 0.0) -> None:
+    async with control.update_window(clear_cache=False, before_abort=None) as window:
+        window.torn = True
+        await asyncio.sleep(seconds)
+        if torn:
+            raise EngineFault
+        window.torn = False
+
+
+async def tear(control: PauseControl) -> None:
+    with pytest.raises(EngineFault):
+        await update(control, torn=True)
+
+
+@on_engine(max_num_seqs=1)
+async def test_a_window_that_aborts_tells_first_whom_and_leaves_those_who_wait(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running, waiting = start(engine, "a", 9), start(engine, "b", 2)
+    await asyncio.sleep(1.5)
+    told: list[tuple[list[str], bool]] = []
+    async with control.update_window(False, lambda names: told.append((names, running.done()))):
+        assert told == [(["a"], False)] and answer(running.result()) == (1, "abort")
+    assert answer(await waiting) == (2, "stop")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_engine()
+async def test_a_clients_pause_outlives_updates_inside_it(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode
+) -> None:
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await control.pause(mode)
+    await update(control)
+    await tear(control)
+    await update(control)
+    assert control.mode is mode and not control.torn
+    await assert_frozen(engine)
+    await control.resume()
+    await assert_open(control, engine)
+    assert running.done() or answer(await running) == (4, "stop")
+
+
+@on_engine()
+async def test_torn_weights_stay_frozen_until_an_update_is_whole(control: PauseControl, engine: ClockedEngine) -> None:
+    running, other = start(engine, "a", 4), start(engine, "b", 4)
+    await asyncio.sleep(0.5)
+    await tear(control)
+    assert control.paused and control.torn and control.mode is None
+    await assert_frozen(engine)
+    with pytest.raises(PauseConflictError, match="the weights are torn by a failed update: a whole update must come"):
+        await control.resume()
+    with pytest.raises(PauseConflictError, match="the weights are torn: only abort can end its requests"):
+        await control.pause(WAIT)
+    assert await control.abort({"a"}) == ["a"] and answer(await running) == (1, "abort")
+    await tear(control)
+    await assert_frozen(engine)
+    await update(control)
+    await assert_open(control, engine)
+    assert answer(await other) == (4, "stop")
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [(KEEP, (4, "stop")), (ABORT, (1, "abort"))])
+@on_engine()
+async def test_torn_weights_can_be_paused_and_then_both_must_end(
+    control: PauseControl, engine: ClockedEngine, mode: PauseMode, tokens: tuple[int, str]
+) -> None:
+    """In any order: a resume that is refused has ended the pause."""
+    running = start(engine, "a", 4)
+    await asyncio.sleep(0.5)
+    await tear(control)
+    await control.pause(mode)
+    await update(control)
+    assert not control.torn and control.mode is mode
+    await assert_frozen(engine)
+    await tear(control)
+    with pytest.raises(PauseConflictError):
+        await control.resume()
+    await assert_frozen(engine)
+    await update(control)
+    await assert_open(control, engine)
+    assert answer(await running) == tokens
+
+
+@pytest.mark.parametrize("before", [None, KEEP])
+@on_engine()
+async def test_an_update_does_not_wait_for_a_pause_that_waits_nor_change_it(
+    control: PauseControl, engine: ClockedEngine, before: PauseMode | None
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(0.5)
+    if before is not None:
+        await control.pause(before)
+    waiting = asyncio.create_task(control.pause(WAIT))
+    await asyncio.sleep(5)
+    late = start(engine, "late", 2)
+    async with asyncio.timeout(22):
+        await update(control, seconds=20)
+    assert not waiting.done() and not running.done()
+    await waiting
+    assert answer(running.result()) == (50, "stop") and control.mode is WAIT and not late.done()
+    await assert_frozen(engine)
+    await control.resume()
+    assert answer(await late) == (2, "stop")
+
+
+@on_engine()
+async def test_an_update_that_tears_the_weights_ends_a_pause_that_waits(
+    control: PauseControl, engine: ClockedEngine
+) -> None:
+    running = start(engine, "a", 50)
+    await asyncio.sleep(0.5)
+    waiting = asyncio.create_task(control.pause(WAIT))
+    await asyncio.sleep(5)
+    await tear(control)
+    with pytest.raises(PauseConflictError, match="the weights are torn: a pause that waited was given up"):
+        await waiting
+    assert control.mode is None
+    await assert_frozen(engine)
+    await update(control)
+    await assert_open(control, engine)
+    assert answer(await running) == (50, "stop")
+
+
+@pytest.mark.parametrize("how", FREEZE_FAILS)
+@pytest.mark.parametrize("is_torn", [False, True], ids=["whole", "torn"])
+@on_engine()
+async def test_an_update_into_which_the_engine_does_not_freeze_leaves_the_weights_as_they_were(
+    control: PauseControl, engine: ClockedEngine, is_torn: bool, how: str
+) -> None:
+    if is_torn:
+        await tear(control)
+    FREEZE_FAILS[how](engine)
+    with pytest.raises(TimeoutError if how == "hangs" else EngineFault):
+        await update(control)
+    assert control.torn is is_torn
+    if is_torn:
+        await assert_frozen(engine)
+        for faults in (engine.errors, engine.late_errors, engine.seconds):
+            faults.clear()
+        await update(control)
+    await assert_open(control, engine)
+
+
+# -- every schedule ----------------------------------------------------------------------------------------------------
+
+
+PATIENCE_S = st.sampled_from([0.0, 0.6, 3.0, 1e6])
+CALLS = st.one_of(
+    st.tuples(st.just("pause"), st.sampled_from(PauseMode), st.booleans()),
+    st.tuples(st.just("resume")),
+    st.tuples(st.just("abort"), st.sampled_from([None, frozenset({"0"}), frozenset({"1", "2"})])),
+    st.tuples(st.just("update"), st.booleans(), st.booleans(), st.sampled_from([0.0, 1.5])),
+)
+MOMENTS_S = st.floats(0, 8).map(lambda seconds: round(2 * seconds) / 4)  # many at once, and between steps
+
+
+class TornError(Exception):
+    """An update that failed half-way."""
+
+
+async def call(control: PauseControl, name: str, *args: object) -> None:
+    match name, args:
+        case "pause", [PauseMode() as mode, bool(clear_cache)]:
+            await control.pause(mode, clear_cache)
+        case "resume", []:
+            await control.resume()
+        case "abort", [None | frozenset() as request_ids]:
+            await control.abort(request_ids)
+        case "update", [bool(torn), bool(interrupts), float(seconds)]:
+            async with control.update_window(False, [].extend if interrupts else None) as window:
+                window.torn = True
+                await asyncio.sleep(seconds)
+                if torn:
+                    raise TornError
+                window.torn = False
+        case _:
+            raise AssertionError(name)
+
+
+async def call_at(control: PauseControl, moment_s: float, patience_s: float, what: tuple[object, ...]) -> None:
+    await asyncio.sleep(moment_s)
+    try:
+        async with asyncio.timeout(patience_s):
+            await call(control, *what)  # pyright: ignore
+    except TimeoutError as error:
+        assert not str(error), "the caller's, and none of the engine's own deadlines"
+    except (PauseConflictError, TornError):
+        pass
+
+
+async def generate_at(engine: ClockedEngine, moment_s: float, name: str, num_tokens: int) -> Completion:
+    await asyncio.sleep(moment_s)
+    return await engine.generate(make_request(name, num_tokens))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(st.tuples(MOMENTS_S, st.integers(1, 6)), max_size=5),
+    calls=st.lists(st.tuples(MOMENTS_S, PATIENCE_S, CALLS), max_size=8),
+    max_num_seqs=st.integers(1, 3),
+)
+def test_every_schedule(
+    requests: list[tuple[float, int]], calls: list[tuple[float, float, tuple[object, ...]]], max_num_seqs: int
+) -> None:
+    async def main() -> None:
+        engine = ClockedEngine(max_num_seqs)
+        await update_engine(engine, 0)
+        control = PauseControl(engine, timeout_s=30)
+        tasks = [
+            asyncio.create_task(generate_at(engine, moment_s, f"{index}", num_tokens))
+            for index, (moment_s, num_tokens) in enumerate(requests)
+        ]
+        await asyncio.gather(*(call_at(control, *what) for what in calls))
+        if control.paused:
+            num_steps = len(engine.step_starts)
+            await asyncio.sleep(20)
+            assert len(engine.step_starts) == num_steps, "paused is frozen"
+        else:
+            await asyncio.gather(*tasks)
+        await call(control, "update", False, False, 0.0)
+        await control.resume()
+        for (_, num_tokens), task in zip(requests, tasks, strict=True):
+            completion = await task
+            length = len(completion.token_ids)
+            assert completion.finish_reason == ("stop" if length == num_tokens else "abort")
+        assert len((await engine.generate(make_request("later", 2))).token_ids) == 2
+        await control.pause(PauseMode.keep)  # and no release too many: it can still be held
+        frozen = asyncio.create_task(engine.generate(make_request("frozen", 2)))
+        await asyncio.sleep(20)
+        assert not frozen.done()
+        await control.resume()
+        assert len((await frozen).token_ids) == 2
 
     run_virtual(main())

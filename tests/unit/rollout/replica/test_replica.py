@@ -10,18 +10,9 @@ from configs.schema import PauseMode
 from rollout.engines.base import EngineDiedError
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.support.fakes import ClockedEngine, answer, make_replica, settle, start_group, update
+from tests.support.fakes import ClockedEngine, answer, make_replica, make_request, settle, start_group, update
 from tests.support.replicas import on_replica
 from weight_sync.protocol import ReplicaStatus
-
-
-@on_replica()
-async def test_a_group_runs_side_by_side_and_comes_back_in_order(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    completions = await start_group(replica, 3, 1, 2)
-    assert [len(completion.token_ids) for completion in completions] == [3, 1, 2]
-    assert asyncio.get_running_loop().time() == 3
 
 
 @on_replica(first_version=None)
@@ -36,9 +27,7 @@ async def test_without_weights_nothing_is_generated(replica: RolloutReplica, eng
 
 
 @on_replica(first_version=None)
-async def test_the_weights_it_was_started_with_can_be_given_a_version(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
+async def test_the_weights_it_was_started_with_can_be_given_a_version(replica: RolloutReplica) -> None:
     await replica.tag_loaded(12)
     assert (await replica.status()).global_steps == 12
     [completion] = await start_group(replica, 2)
@@ -49,23 +38,38 @@ async def test_the_weights_it_was_started_with_can_be_given_a_version(
 
 
 @on_replica()
-async def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
-    is_open = ReplicaStatus(name="replica-3", global_steps=0, pause_mode=None, torn=False, frozen=False)
+async def test_any_client_that_asks_sees_whether_it_is_paused_how_and_on_which_version(replica: RolloutReplica) -> None:
+    is_open = ReplicaStatus(
+        name="replica-3", global_steps=0, pause_mode=None, torn=False, frozen=False, is_paused=False
+    )
     assert await replica.status() == is_open
     for mode in PauseMode:
         await replica.pause(mode)
         assert replica.is_paused()
-        assert await replica.status() == replace(is_open, pause_mode=mode.value, frozen=True)
+        assert await replica.status() == replace(is_open, pause_mode=mode.value, frozen=True, is_paused=True)
     await replica.resume()
     assert not replica.is_paused() and await replica.status() == is_open
 
 
-@on_replica(max_num_seqs=2)
-async def test_an_aborted_trajectory_is_an_answer_with_what_it_has(
+@on_replica()
+async def test_an_engine_that_does_not_say_what_it_drew_from_is_refused(
     replica: RolloutReplica, engine: ClockedEngine
 ) -> None:
+    generate = engine.generate
+
+    async def forgetful(request: GenerationRequest) -> Completion:
+        return replace(await generate(request), kept=None)
+
+    engine.generate = forgetful
+    request, evaluated = make_request("3-0", 2), make_request("eval-3-0", 2)
+    truncated = replace(request.sampling, top_p=0.9)
+    with pytest.raises(RuntimeError, match=r"^the engine does not say what 3-0 was drawn from: set rollout\.top_p=1 "):
+        await replica.generate_group([replace(request, sampling=truncated)])
+    await replica.generate_group([make_request("4-0", 2), replace(evaluated, sampling=truncated)])
+
+
+@on_replica(max_num_seqs=2)
+async def test_an_aborted_trajectory_is_an_answer_with_what_it_has(replica: RolloutReplica) -> None:
     group = start_group(replica, 9, 9, 9)
     await asyncio.sleep(2.5)
     assert sorted(await replica.abort({"0-1", "0-2", "unknown"})) == ["0-1", "0-2"]
@@ -75,15 +79,12 @@ async def test_an_aborted_trajectory_is_an_answer_with_what_it_has(
     assert await replica.abort() == []
 
 
-# -- counters ----------------------------------------------------------------------------------------------------------
-
-
 async def counters(replica: RolloutReplica) -> dict[str, Any]:
     return {key: value for key, value in (await replica.stats()).items() if key != "busy_s"}
 
 
 @on_replica()
-async def test_counters_add_up(replica: RolloutReplica, engine: ClockedEngine) -> None:
+async def test_counters_add_up(replica: RolloutReplica) -> None:
     await start_group(replica, 3, 1)
     group = start_group(replica, 5, 5, 5)
     await asyncio.sleep(1.5)
@@ -109,9 +110,7 @@ async def test_counters_add_up(replica: RolloutReplica, engine: ClockedEngine) -
 
 
 @on_replica()
-async def test_a_replica_is_busy_from_its_first_request_to_its_last(
-    replica: RolloutReplica, engine: ClockedEngine
-) -> None:
+async def test_a_replica_is_busy_from_its_first_request_to_its_last(replica: RolloutReplica) -> None:
     await asyncio.sleep(10)
     assert (await replica.stats())["busy_s"] == 0
     group = start_group(replica, 4, 2)
@@ -124,9 +123,6 @@ async def test_a_replica_is_busy_from_its_first_request_to_its_last(
     assert (await replica.stats())["busy_s"] == 5
     report = await replica.progress({})
     assert (report.busy_s, report.request_s) == (5, 4 + 2 + 1)
-
-
-# -- death -------------------------------------------------------------------------------------------------------------
 
 
 @on_replica()

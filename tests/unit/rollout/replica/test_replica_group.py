@@ -1,4 +1,4 @@
-"""What Ray makes of the actor of a replica."""
+"""The actor of a replica, as Ray sees it."""
 
 from typing import Any
 

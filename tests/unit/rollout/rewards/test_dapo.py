@@ -33,7 +33,12 @@ def test_right_is_one_and_wrong_is_minus_one() -> None:
         ("Answer: x = 34", "34"),
         ("Answer: 34.", "34."),  # so verl has it: a full stop is part of the answer
         ("**Answer:** 34", "**34"),  # and bold text is too
+        ("Answer: \\(34\\)", "\\(34\\)"),  # nor is the other mathematics
+        ("Answer: 34.0", "34.0"),
+        ("Answer: \\fbox{34}", "\\fbox{34}"),
         ("Answer:", None),
+        ("The result is \\fbox{34}.", "34"),  # without `Answer:`, where verl reads nothing
+        ("\\fbox{3} or \\boxed{4}", "4"),
         ("The result is \\boxed{34}.", "34"),
         ("\\boxed{1} or \\boxed{\\frac{3}{4}}", "\\frac{3}{4}"),
         ("\\boxed{34", None),
@@ -55,7 +60,7 @@ def test_only_the_end_of_a_response_is_read(answer: str, limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "normal"),
+    ("text", "normal"),
     [
         ("1,234", "1234"),
         ("1{,}234", "1234"),
@@ -79,8 +84,8 @@ def test_only_the_end_of_a_response_is_read(answer: str, limit: int) -> None:
         ("0.5", "0.5"),
     ],
 )
-def test_answers_are_normalized(given: str, normal: str) -> None:
-    assert normalize(given) == normal
+def test_answers_are_normalized(text: str, normal: str) -> None:
+    assert normalize(text) == normal
     assert normalize(normal) == normal
 
 

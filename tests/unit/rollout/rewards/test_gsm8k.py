@@ -64,6 +64,19 @@ def test_every_reference_answer_is_right_and_every_perturbed_one_wrong() -> None
         ("100", "#### 1", "1", False),
         ("1", "#### 100", "100", False),
         ("25", "#### 2.5", "2.5", False),
+        ("5", "#### +5", "5", True),
+        ("5", "#### **5**", "5", True),
+        ("-18", "#### -$18", "-18", True),
+        ("-18", "#### $-18", "-18", True),
+        ("18", "#### -$18", "-18", False),
+        ("18", "#### \\$18", "18", True),
+        ("5", "#### \\boxed{5}", "5", True),
+        ("-5", "#### $\\boxed{-5}$", "-5", True),
+        ("5", "#### \\(5\\)", "5", True),
+        ("5", "####**5**", "5", True),
+        ("-3", "#### \N{MINUS SIGN}3", "-3", True),
+        ("1234", "#### **$1,234.00**", "1234", True),
+        ("+5", "#### 5", "5", True),
     ],
 )
 def test_the_strict_form_takes_the_last_marked_number(
@@ -73,7 +86,9 @@ def test_the_strict_form_takes_the_last_marked_number(
     assert gsm8k(ask(ground_truth), text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "7", "The answer is 7.", "### 7", "#### seven", "####", "7 ####"])
+@pytest.mark.parametrize(
+    "text", ["", "7", "The answer is 7.", "### 7", "#### seven", "####", "7 ####", "#### x7", "#### n=7"]
+)
 def test_a_number_without_the_mark_is_no_answer(text: str) -> None:
     assert gsm8k(ask("7"), text) == RewardResult(reward=0.0, accuracy=0.0, metrics={"format": 0.0})
 
@@ -93,6 +108,10 @@ def test_only_the_end_of_a_response_is_an_answer() -> None:
         ("10-3", "3"),  # a minus between numbers is an operator
         ("it fell to -3 degrees", "-3"),
         ("$18", "18"),
+        ("it costs -$18.", "-18"),
+        ("$20-$18", "18"),
+        ("it fell to \N{MINUS SIGN}3", "-3"),
+        ("+5", "5"),
         ("2.50 dollars.", "2.5"),
         ("答案是18", "18"),
         ("答案是-18。", "-18"),
@@ -109,9 +128,9 @@ def test_the_flexible_form_takes_the_last_number(text: str, answer: str | None) 
 
 
 def as_verl(text: str, ground_truth: str, *, flexible: bool) -> float:
-    """verl's utils/reward_score/gsm8k.py, in short."""
-    found = re.findall(r"(-?[0-9.,]+)" if flexible else r"#### (-?[0-9.,]+)", text[-300:])
-    numbers = [number for number in found if number != "."] if flexible else [n.replace(",", "") for n in found]
+    """Score as verl's utils/reward_score/gsm8k.py does."""
+    matches = re.findall(r"(-?[0-9.,]+)" if flexible else r"#### (-?[0-9.,]+)", text[-300:])
+    numbers = [number for number in matches if number != "."] if flexible else [n.replace(",", "") for n in matches]
     return float(bool(numbers) and numbers[-1] == ground_truth)
 
 
@@ -127,6 +146,11 @@ def as_verl(text: str, ground_truth: str, *, flexible: bool) -> float:
         ("#### 18.", "18", (0, 0), (1, 1)),
         ("#### 18.00", "18", (0, 0), (1, 1)),
         ("#### 1800", "1,800", (0, 0), (1, 1)),
+        ("#### +5", "5", (0, 1), (1, 1)),
+        ("#### **5**", "5", (0, 1), (1, 1)),
+        ("#### \\boxed{5}", "5", (0, 1), (1, 1)),
+        ("#### -$18", "-18", (0, 0), (1, 1)),
+        ("#### -$18", "18", (0, 1), (0, 0)),
         ("10-3", "-3", (0, 1), (0, 0)),
         ("18 or 19", "18", (0, 0), (0, 0)),
     ],

@@ -28,9 +28,6 @@ def scored(scorer: RewardScorer, ground_truth: str, text: str) -> RewardResult:
     return result
 
 
-# -- form --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
@@ -39,13 +36,37 @@ def scored(scorer: RewardScorer, ground_truth: str, text: str) -> RewardResult:
         ("<answer>7</answer>", 0),
         ("well, <think>so</think><answer>7</answer>", 0),
         ("<think>so</think><answer>7</answer> or 8", 0),
+        ("<think>so</think> or </think><answer>6</answer><answer>7</answer>", 1),
+        ("<think></answer></think>\n<answer>", 0),
     ],
 )
 def test_the_whole_response_must_have_the_form(text: str, reward: float) -> None:
     assert FormatReward(RolloutConfig().format_pattern)(ask(""), text) == RewardResult(reward=reward)
 
 
-# -- sums --------------------------------------------------------------------------------------------------------------
+@pytest.mark.timeout(120)
+def test_the_time_of_the_form_is_linear_in_the_response() -> None:
+    """A pattern of `.*?` alone takes half an hour for these, which a policy may write, and holds the GIL meanwhile."""
+    for text in ("<think></think><answer>" * 50_000, "<think></think><answer></answer>" * 50_000 + "x"):
+        assert FormatReward(RolloutConfig().format_pattern)(ask(""), text).reward == 0
+        assert FormatReward(RolloutConfig().format_pattern)(ask(""), text + "</answer>").reward == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reward"),
+    [
+        ("<|Assistant|><think>\n", "2 + 3 is 5.\n</think>\n<answer>5</answer>", 1),
+        ("<|Assistant|><think>\n", "<think>2 + 3 is 5.\n</think>\n<answer>5</answer>", 1),
+        ("<|Assistant|><think>\n", "2 + 3 is 5.\n<answer>5</answer>", 0),
+        ("<|Assistant|>", "2 + 3 is 5.\n</think>\n<answer>5</answer>", 0),
+        ("Begin with <think>.\n", "2 + 3 is 5.\n</think>\n<answer>5</answer>", 0),
+        ("<|Assistant|><think>\n\n</think>\n\n", "</think><answer>5</answer>", 0),
+    ],
+)
+def test_a_tag_that_the_prompt_has_opened_begins_the_response(prompt: str, text: str, reward: float) -> None:
+    """As the templates of DeepSeek-R1 and Qwen3.5 open it: such a policy cannot write it, and must not be told to."""
+    asked = replace(ask(""), text=prompt)
+    assert FormatReward(RolloutConfig().format_pattern)(asked, text) == RewardResult(reward=reward)
 
 
 async def late(prompt: Prompt, text: str) -> float:
@@ -91,9 +112,6 @@ def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> N
         reward=0.0, error="hangs of prompt 0: TimeoutError: took longer than rollout.reward_timeout_s=1.5"
     )
     assert raised == RewardResult(reward=0.0, error="raises of prompt 0: ZeroDivisionError: division by zero")
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
 
 
 def test_configs_and_rollout_name_the_same_rewards() -> None:

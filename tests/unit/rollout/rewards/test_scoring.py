@@ -11,7 +11,8 @@ import pytest
 
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import Prompt
-from tests.support.fakes import make_prompt, run_virtual
+from tests.support.fakes import make_prompt, now
+from tests.support.real_clock import on_real_clock
 from tests.support.rewards import CountsCalls, UnprintableError, threaded
 
 TEXTS = ["ab", "c", ""]
@@ -137,24 +138,22 @@ def release() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(release: threading.Event) -> None:
+@on_real_clock
+async def test_a_synchronous_reward_that_hangs_delays_neither_the_others_nor_the_loop(release: threading.Event) -> None:
     def hangs(prompt: Prompt, text: str) -> float:
         if text == "hang":
             release.wait(30)
         return 1.0
 
-    async def main() -> None:
-        responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
-        scoring_task = asyncio.create_task(threaded(hangs, 1.5).score(responses))
-        ticks = 0
-        while not scoring_task.done():
-            ticks += 1
-            await asyncio.sleep(0)
-        late = "own_reward of prompt 0: TimeoutError: took longer than rollout.reward_timeout_s=1.5"
-        assert [result.error for result in scoring_task.result()] == [None, late, late, None]
-        assert ticks > 10
-
-    asyncio.run(main())
+    responses = [(make_prompt(0), text) for text in ("a", "hang", "hang", "b")]
+    scoring_task = asyncio.create_task(threaded(hangs, 1.5).score(responses))
+    ticks = 0
+    while not scoring_task.done():
+        ticks += 1
+        await asyncio.sleep(0)
+    late = "own_reward of prompt 0: TimeoutError: took longer than rollout.reward_timeout_s=1.5"
+    assert [result.error for result in scoring_task.result()] == [None, late, late, None]
+    assert ticks > 10
 
 
 def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
@@ -175,14 +174,14 @@ def test_responses_of_a_group_that_come_one_by_one_share_its_threads(monkeypatch
     reward = CountsCalls()
 
     async def main() -> None:
-        group = threaded(reward).of_group()
+        group = threaded(reward).for_group()
         await asyncio.gather(*(group.score([(make_prompt(0), "")]) for _ in range(6)))
 
     asyncio.run(main())
     assert reward.most == 2
 
 
-def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:
+async def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancelled() -> None:
     async def hangs(prompt: Prompt, text: str) -> float:
         for _ in range(3 if text == "c" else 0):
             try:
@@ -191,17 +190,13 @@ def test_an_async_reward_that_hangs_is_given_up_even_if_it_refuses_to_be_cancell
                 continue
         return 1.0
 
-    async def main() -> tuple[list[RewardResult], float]:
-        scored = await threaded(hangs, 60).score([(make_prompt(0), text) for text in TEXTS])
-        return scored, asyncio.get_running_loop().time()
-
-    scored, seconds = run_virtual(main())
+    scored = await threaded(hangs, 60).score([(make_prompt(0), text) for text in TEXTS])
     assert [result.error is None for result in scored] == [True, False, True]
-    assert seconds == pytest.approx(60)
+    assert now() == pytest.approx(60)
 
 
-def test_slow_rewards_run_side_by_side() -> None:
-    """Async ones on the loop; of synchronous ones each waits for all others, so that each has a thread."""
+def test_slow_synchronous_rewards_have_a_thread_each() -> None:
+    """Test with rewards that wait for one another."""
     barrier = threading.Barrier(4, timeout=30)
 
     def meets(prompt: Prompt, text: str) -> float:
@@ -210,18 +205,18 @@ def test_slow_rewards_run_side_by_side() -> None:
 
     assert outcomes(meets, list("abcd")) == [1.0] * 4
 
+
+async def test_slow_async_rewards_run_side_by_side() -> None:
     async def sleeps(prompt: Prompt, text: str) -> float:
         await asyncio.sleep(3600)
         return 1.0
 
-    async def main() -> float:
-        await threaded(sleeps, 4000).score([(make_prompt(0), "")] * 4)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtual(main()) == pytest.approx(3600)
+    await threaded(sleeps, 4000).score([(make_prompt(0), "")] * 4)
+    assert now() == pytest.approx(3600)
 
 
-def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
+@on_real_clock
+async def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
     begun = threading.Event()
 
     def hangs(prompt: Prompt, text: str) -> float:
@@ -229,11 +224,16 @@ def test_a_cancelled_group_is_cancelled(release: threading.Event) -> None:
         release.wait(30)
         return 1.0
 
-    async def main() -> None:
-        task = asyncio.create_task(threaded(hangs, 30).score([(make_prompt(0), "a")]))
-        await asyncio.to_thread(begun.wait, 30)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    task = asyncio.create_task(threaded(hangs, 30).score([(make_prompt(0), "a")]))
+    await asyncio.to_thread(begun.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
-    asyncio.run(main())
+
+def test_a_reward_whose_thread_cannot_start_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more_threads(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more_threads)
+    assert outcomes(of_length, ["ab"]) == ["RuntimeError: can't start new thread"]

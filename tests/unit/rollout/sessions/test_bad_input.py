@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from configs.schema import Config, RolloutConfig, SessionsConfig
 from rollout.sessions.app import DIALECTS, session_app
 from rollout.sessions.harness import Connection
-from rollout.sessions.harness_loop import make_host
-from rollout.sessions.host import SessionHost
+from rollout.sessions.harness_loop import SessionHost, make_host
 from tests.support.bodies import CHANGES, JSON, MINIMAL, USER
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import Policy, episode_task
 
 ROUTES = {path: MINIMAL[dialect] for path, dialect in DIALECTS.items()}
-COUNT = "/v1/messages/count_tokens"
+COUNT, INPUT_TOKENS = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 TEXTS = st.text(max_size=20) | st.sampled_from(
     [
         "<|im_end|>",
@@ -46,15 +45,15 @@ class Gateway:
         self.host: SessionHost = make_host(config, chat_tokenizer(family))
         self.policy = Policy(lambda text, request: "<think>\nEasy.\n</think>\n\nIt is 4.")
         self.policy.tokenizer = chat_tokenizer(family)
-        self.app = session_app(self.host, self.host.keys)
+        self.app = session_app(self.host)
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
 
     def with_two_sessions(self, test: Callable[[httpx.AsyncClient, Connection, Connection], Awaitable[None]]) -> None:
         async def main() -> None:
-            one, other = (self.host.open(episode_task(index), self.policy.generate) for index in range(2))
-            async with one as (_, first), other as (_, second), self.client() as client:
+            first_session, other = (self.host.open(episode_task(index), self.policy.generate) for index in range(2))
+            async with first_session as (_, first), other as (_, second), self.client() as client:
                 await test(client, first, second)
 
         self.runner.run(main())
@@ -136,11 +135,11 @@ TOKENS = st.lists(st.integers(0, 600) | st.integers(0, 2**31 - 1), min_size=1, m
 PROMPTS = st.fixed_dictionaries({"model": TEXTS, "prompt": TEXTS | TOKENS}, optional={"stop": TEXTS})
 
 
-@pytest.mark.parametrize("path", [*ROUTES, COUNT, "/reward"])
+@pytest.mark.parametrize("path", [*ROUTES, COUNT, INPUT_TOKENS, "/reward"])
 @given(bodies=st.lists(JSON | CHANGES, min_size=1, max_size=2))
 @settings(max_examples=25)
 def test_no_json_is_a_fault(gateway: Gateway, path: str, bodies: list[Any]) -> None:
-    least = ROUTES.get(path, ROUTES["/v1/messages"]) if path != "/reward" else {"value": 1.0}
+    least = ROUTES.get(path) or ROUTES.get(path.rpartition("/")[0]) or {"value": 1.0}
     bodies += [least | body for body in bodies if isinstance(body, dict)]
     gateway.check([(path, body) for body in bodies])
 
@@ -216,16 +215,21 @@ def test_token_ids_that_the_model_does_not_have_are_refused_by_name(gateway: Gat
 
 OF_A_SESSION = [
     *(("POST", path) for path in ROUTES),
-    *(("POST", path) for path in (COUNT, "/reward", "/finish", "/abort")),
-    *(("GET", path) for path in ("/v1/models", "")),
+    *(("POST", path) for path in (COUNT, INPUT_TOKENS, "/reward", "/finish", "/abort")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/m", "/v1/responses/resp_gen_0_x", "")),
 ]
 
 
 @pytest.mark.parametrize(("method", "path"), OF_A_SESSION)
 def test_no_route_opens_without_its_own_key(gateway: Gateway, method: str, path: str) -> None:
-    async def test(client: httpx.AsyncClient, one: Connection, other: Connection) -> None:
-        url = f"/sessions/{one.session}{path}"
-        keys = [{}, {"x-api-key": "guess"}, {"authorization": f"Bearer {one.key[:-1]}"}, {"x-api-key": other.key}]
+    async def test(client: httpx.AsyncClient, own_session: Connection, other: Connection) -> None:
+        url = f"/sessions/{own_session.session}{path}"
+        keys = [
+            {},
+            {"x-api-key": "guess"},
+            {"authorization": f"Bearer {own_session.key[:-1]}"},
+            {"x-api-key": other.key},
+        ]
         for headers, status in zip(keys, (401, 401, 401, 404), strict=True):
             places = [url, path] if path.startswith("/v1") and status == 401 else [url]
             for place in places:
@@ -234,20 +238,25 @@ def test_no_route_opens_without_its_own_key(gateway: Gateway, method: str, path:
                 error = answer.json()
                 assert (error.get("type") == "error") == path.startswith("/v1/messages"), "the form of the dialect"
                 assert error["error"]["code"] == ("invalid_api_key" if status == 401 else "session_not_found")
-        own = await client.get(f"/sessions/{one.session}", headers={"x-api-key": one.key})
+        own = await client.get(f"/sessions/{own_session.session}", headers={"x-api-key": own_session.key})
         assert (own.status_code, own.json()["generations"]) == (200, []), "it is open, and nothing was done in it"
 
     gateway.with_two_sessions(test)
 
 
 def test_nobody_goes_on_from_or_rewards_an_answer_of_another_session(gateway: Gateway) -> None:
-    async def test(client: httpx.AsyncClient, one: Connection, other: Connection) -> None:
-        mine, theirs = ({"authorization": f"Bearer {each.key}"} for each in (one, other))
+    async def test(client: httpx.AsyncClient, own_session: Connection, other: Connection) -> None:
+        mine, theirs = ({"authorization": f"Bearer {each.key}"} for each in (own_session, other))
         body = ROUTES["/v1/responses"]
         theirs_id = (await client.post("/v1/responses", json=body, headers=theirs)).json()["id"]
         stolen = await client.post("/v1/responses", json=body | {"previous_response_id": theirs_id}, headers=mine)
         assert (stolen.status_code, stolen.json()["error"]["code"]) == (400, "previous_response_not_found")
-        url = f"/sessions/{one.session}/reward"
+        item = {"type": "item_reference", "id": theirs_id.replace("resp_", "msg_")}
+        referred = await client.post("/v1/responses", json=body | {"input": [USER, item]}, headers=mine)
+        assert (referred.status_code, referred.json()["error"]["param"]) == (400, "input[1].id")
+        assert (await client.get(f"/v1/responses/{theirs_id}", headers=mine)).status_code == 404
+        assert (await client.get(f"/v1/responses/{theirs_id}", headers=theirs)).status_code == 200
+        url = f"/sessions/{own_session.session}/reward"
         rewarded = await client.post(url, json={"value": 1, "turn": theirs_id}, headers=mine)
         assert rewarded.status_code == 400 and theirs_id.removeprefix("resp_") in rewarded.text
 

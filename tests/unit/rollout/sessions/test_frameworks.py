@@ -71,14 +71,22 @@ def run(agent: Any, say: Any, transport: Flaky | None = None) -> tuple[Policy, E
     episode = asyncio.run(run_one(ClientHarness(agent, transport), policy))
     assert trained(episode) == sorted(
         token
-        for one in policy.sampled.values()
-        for token in zip(one.token_ids, one.logprobs, [one.spans[0].global_steps] * one.num_tokens, strict=True)
+        for completion in policy.sampled.values()
+        for token in zip(
+            completion.token_ids,
+            completion.logprobs,
+            [completion.spans[0].global_steps] * completion.num_tokens,
+            strict=True,
+        )
     ), "every sampled token is trained once, with its logprob and version"
     return policy, episode
 
 
 def trained(episode: Episode) -> list[tuple[int, float, int]]:
-    parts = [(one.response_ids, one.rollout_logprobs, one.token_versions(), one.loss_mask) for one in episode.sequences]
+    parts = [
+        (sequence.response_ids, sequence.rollout_logprobs, sequence.token_versions(), sequence.loss_mask)
+        for sequence in episode.sequences
+    ]
     return sorted(
         token
         for ids, logprobs, versions, mask in parts
@@ -135,7 +143,7 @@ def test_an_agent_that_takes_over_reads_its_own_instructions_and_tools(api: str)
 def test_sub_agents_are_sequences_of_their_own_and_their_parent_goes_on(framework: Any, api: str) -> None:
     policy, episode = run(framework(api, is_stream=False), delegates)
     assert episode.result == RIGHT and len(policy.sampled) == 2 + 2 * 3
-    parent, *children = (policy.tokenizer.decode(one.token_ids) for one in episode.sequences)
+    parent, *children = (policy.tokenizer.decode(sequence.token_ids) for sequence in episode.sequences)
     assert "Delegate." in parent and "I hear" in parent and parent.count("<tool_response>\nIt is 42.") == 2
     assert sorted("Task 1" in child for child in children) == [False, True]
     assert all("Delegate." not in child and child.endswith("It is 42.<|im_end|>") for child in children)

@@ -1,33 +1,38 @@
-"""A session by itself: what is recorded of answers that nobody waits for, of updates, and of a full context."""
+"""A session by itself: answers that nobody waits for, updates of the weights, and a full context."""
 
 import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from configs.rollout import SessionsConfig
+from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.request_ids import RequestId
+from rollout.sessions.budget import SessionLimits
+from rollout.sessions.codec import make_codec
+from rollout.sessions.dialects.dialect import PromptRequest
 from rollout.sessions.errors import SessionLimitError
-from rollout.sessions.generation import State
-from rollout.sessions.harness_loop import make_words
-from rollout.sessions.messages import Answer, ChatRequest, Finish, Message, Role
-from rollout.sessions.session import Session, SessionLimits
+from rollout.sessions.session import Session
+from rollout.sessions.tree.generation import State
 from rollout.types import Completion, GenerationRequest, VersionSpan
 from tests.support.chat_models import chat_tokenizer
-from tests.support.harnesses import FAMILY, episode_task
+from tests.support.fakes import make_completion
+from tests.support.harnesses import FAMILY, Policy, episode_task
+from tests.support.real_clock import on_real_clock
 
-WORDS = make_words(SessionsConfig(), chat_tokenizer(FAMILY))
-LIMITS = SessionLimits(max_turns=9, max_tokens=900, max_turn_tokens=None, max_context=1000)
-SAMPLED = WORDS.renderer.plain("The answer is")
+CODEC = make_codec(SessionsConfig(), chat_tokenizer(FAMILY))
+LIMITS = SessionLimits(
+    max_turns=9, max_tokens=900, max_turn_tokens=None, max_context=1000, timeout_s=60, idle_timeout_s=60
+)
+SAMPLED = CODEC.renderer.plain("The answer is")
 
 
 class Engine:
-    """Samples SAMPLED, half of it before an update, and waits then until it may end."""
+    """An engine that samples SAMPLED, half of it before an update, and waits then until it may end."""
 
     def __init__(self, is_deaf: bool = False):
-        """`is_deaf`: knows no request by its name, as one to which they are still on their way."""
+        """An engine that `is_deaf` knows no request by its name, since they are still on their way to it."""
         self.events: list[str] = []
         self.may_end = asyncio.Event()
         self._is_deaf = is_deaf
@@ -52,19 +57,14 @@ class Engine:
         self.events.append("abort")
         if self._is_deaf:
             return False
-        for one in request_ids:
-            self._answers[one].set_result(completion("abort"))
+        for request_id in request_ids:
+            self._answers[request_id].set_result(completion("abort"))
         return True
 
 
 def completion(finish_reason: str) -> Completion:
     half, end = len(SAMPLED) // 2, len(SAMPLED)
-    return Completion(
-        token_ids=np.array(SAMPLED, np.int32),
-        logprobs=np.zeros(end, np.float32),
-        spans=(VersionSpan(0, half, 4), VersionSpan(half, end, 5)),
-        finish_reason=finish_reason,
-    )
+    return make_completion(SAMPLED, [4] * half + [5] * (end - half), finish_reason)
 
 
 def asks(content: str, num_answers: int = 1, is_retry: bool = False) -> ChatRequest:
@@ -73,7 +73,7 @@ def asks(content: str, num_answers: int = 1, is_retry: bool = False) -> ChatRequ
 
 
 def session_on(engine: Engine, limits: SessionLimits = LIMITS) -> Session:
-    return Session(episode_task(), engine, WORDS, limits)
+    return Session(episode_task(), engine, CODEC, limits)
 
 
 async def gone(session: Session, engine: Engine, request: ChatRequest) -> None:
@@ -94,79 +94,87 @@ async def settled(session: Session) -> None:
 
 
 @pytest.mark.parametrize("num_answers", [1, 3])
-def test_what_was_sampled_for_a_client_that_went_away_is_recorded_and_not_trained(num_answers: int) -> None:
-    async def main() -> None:
-        engine = Engine()
-        session = session_on(engine)
-        await gone(session, engine, asks("Hi", num_answers))
-        await settled(session)
-        assert engine.events == [*(f"begin {turn}" for turn in range(num_answers)), "abort"], "nothing was cancelled"
-        for one in session.transcript.generations:
-            assert (one.state, one.answer) == (State.cancelled, None)
-            assert one.completion.token_ids.tolist() == SAMPLED and len(one.completion.spans) == 2
-        assert session.num_sampled == num_answers * len(SAMPLED) and session.transcript.sequences() == ()
-        assert not session.is_aborted, "the harness may ask for other things"
-
-    asyncio.run(main())
+@on_real_clock
+async def test_what_was_sampled_for_a_client_that_went_away_is_recorded_and_not_trained(num_answers: int) -> None:
+    engine = Engine()
+    session = session_on(engine)
+    await gone(session, engine, asks("Hi", num_answers))
+    await settled(session)
+    assert engine.events == [*(f"begin {turn}" for turn in range(num_answers)), "abort"], "nothing was cancelled"
+    for generation in session.transcript.generations:
+        assert (generation.state, generation.answer) == (State.cancelled, None)
+        assert generation.completion.token_ids.tolist() == SAMPLED and len(generation.completion.spans) == 2
+    assert session.num_sampled == num_answers * len(SAMPLED) and session.transcript.sequences() == ()
+    assert not session.is_aborted, "the harness may ask for other things"
 
 
-def test_what_the_engine_does_not_know_is_cancelled() -> None:
-    async def main() -> None:
-        engine = Engine(is_deaf=True)
-        session = session_on(engine)
-        await gone(session, engine, asks("Hi"))
-        await settled(session)
-        assert engine.events == ["begin 0", "abort", "cancel"]
-        (one,) = session.transcript.generations
-        assert (one.state, one.completion.num_tokens) == (State.cancelled, 0)
-
-    asyncio.run(main())
+@on_real_clock
+async def test_what_the_engine_does_not_know_is_cancelled() -> None:
+    engine = Engine(is_deaf=True)
+    session = session_on(engine)
+    await gone(session, engine, asks("Hi"))
+    await settled(session)
+    assert engine.events == ["begin 0", "abort", "cancel"]
+    (generation,) = session.transcript.generations
+    assert (generation.state, generation.completion.num_tokens) == (State.cancelled, 0)
 
 
-def test_who_asks_again_gets_an_answer_of_his_own_while_the_old_one_ends() -> None:
-    async def main() -> None:
-        engine = Engine()
-        session = session_on(engine)
-        await gone(session, engine, asks("Hi"))
-        assert session._calls, "the old one has not ended yet"
-        engine.may_end.set()
-        (answer,) = await session.answer(asks("Hi", is_retry=True))
-        assert answer.finish is Finish.stop and answer.completion.token_ids.tolist() == SAMPLED
-        assert [one.state for one in session.transcript.generations] == [State.cancelled, State.finished]
-
-    asyncio.run(main())
+@on_real_clock
+async def test_who_asks_again_gets_an_answer_of_his_own_while_the_old_one_ends() -> None:
+    engine = Engine()
+    session = session_on(engine)
+    await gone(session, engine, asks("Hi"))
+    assert session._calls, "the old one has not ended yet"
+    engine.may_end.set()
+    (answer,) = await session.answer(asks("Hi", is_retry=True))
+    assert answer.finish is Finish.stop and answer.completion.token_ids.tolist() == SAMPLED
+    assert [generation.state for generation in session.transcript.generations] == [State.cancelled, State.finished]
 
 
-def test_an_answer_during_which_the_weights_were_updated_has_the_spans_of_both() -> None:
-    async def main() -> None:
-        engine = Engine()
-        engine.may_end.set()
-        session = session_on(engine)
-        (answer,) = await session.answer(asks("Hi"))
-        (sequence,) = session.transcript.sequences()
-        half, end = len(SAMPLED) // 2, len(SAMPLED)
-        assert answer.message.content == "The answer is" and half > 0
-        assert sequence.spans == (VersionSpan(0, half, 4), VersionSpan(half, end, 5))
-
-    asyncio.run(main())
+@on_real_clock
+async def test_an_answer_during_which_the_weights_were_updated_has_the_spans_of_both() -> None:
+    engine = Engine()
+    engine.may_end.set()
+    session = session_on(engine)
+    (answer,) = await session.answer(asks("Hi"))
+    (sequence,) = session.transcript.sequences()
+    half, end = len(SAMPLED) // 2, len(SAMPLED)
+    assert answer.message.content == "The answer is" and half > 0
+    assert sequence.spans == (VersionSpan(0, half, 4), VersionSpan(half, end, 5))
 
 
-def test_a_full_context_is_an_empty_answer_by_length_and_then_403() -> None:
-    async def main() -> None:
-        engine = Engine()
-        engine.may_end.set()
-        prompt = await session_on(engine).count_tokens(asks("Hi"))
-        session = session_on(engine, replace(LIMITS, max_context=prompt + 3))
+@on_real_clock
+async def test_a_full_context_is_an_empty_answer_by_length_and_then_403() -> None:
+    engine = Engine()
+    engine.may_end.set()
+    prompt = await session_on(engine).count_tokens(asks("Hi"))
+    session = session_on(engine, replace(LIMITS, max_context=prompt + 3))
 
-        async def answer(content: str) -> Answer:
-            return (await session.answer(asks(content)))[0]
+    async def answer(content: str) -> Answer:
+        return (await session.answer(asks(content)))[0]
 
-        assert (await answer("Hi")).finish is Finish.stop and engine.events == ["begin 0"]
-        full = await answer("Hi, " * 9)
-        assert (full.finish, full.message.content, full.completion.num_tokens) == (Finish.length, "", 0)
-        assert engine.events == ["begin 0"] and "the context" in (session.limit_reached or "")
-        assert (await answer("Ho")).finish is Finish.stop, "another conversation has room"
-        with pytest.raises(SessionLimitError, match=f"the context of {prompt + 3} tokens"):
-            await answer("Ho, " * 9)
+    assert (await answer("Hi")).finish is Finish.stop and engine.events == ["begin 0"]
+    full = await answer("Hi, " * 9)
+    assert (full.finish, full.message.content, full.completion.num_tokens) == (Finish.length, "", 0)
+    assert engine.events == ["begin 0"] and "the context" in (session.budget.limit_reached or "")
+    assert (await answer("Ho")).finish is Finish.stop, "another conversation has room"
+    with pytest.raises(SessionLimitError, match=f"the context of {prompt + 3} tokens"):
+        await answer("Ho, " * 9)
 
-    asyncio.run(main())
+
+@on_real_clock
+async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_record_when_it_comes_again() -> None:
+    session = Session(episode_task(), Policy(lambda _, request: str(request.request_id.turn)).generate, CODEC, LIMITS)
+    (first,) = await session.answer(PromptRequest(prompt="2 + 2 ="))
+    session.deliver(first.answer_id, whole=True)
+    ids = (*first.prompt_ids, *first.completion.token_ids.tolist(), *CODEC.renderer.plain(" and 3 + 3 ="))
+    (lost,) = await session.answer(PromptRequest(prompt=ids))
+    session.deliver(lost.answer_id, whole=False)
+    (again,) = await session.answer(PromptRequest(prompt=ids))
+    session.deliver(again.answer_id, whole=True)
+    (retried,) = await session.answer(PromptRequest(prompt=ids, is_retry=True))
+    assert lost.answer_id == again.answer_id == retried.answer_id != first.answer_id
+    (sequence,) = session.transcript.sequences()
+    assert sequence.loss_mask.sum() == first.completion.num_tokens + lost.completion.num_tokens
+    (other,) = await session.answer(PromptRequest(prompt=ids))
+    assert other.answer_id != lost.answer_id, "one more sample of the same prompt"

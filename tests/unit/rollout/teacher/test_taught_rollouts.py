@@ -29,25 +29,21 @@ class FakeTeacher:
         return group
 
 
-def taught(setup: RolloutSetup, **given: Any) -> FakeTeacher:
-    teacher = FakeTeacher(setup, **given)
+def taught(setup: RolloutSetup, **options: Any) -> FakeTeacher:
+    teacher = FakeTeacher(setup, **options)
     setup.rollouter.teacher = teacher  # pyright: ignore[reportAttributeAccessIssue]
     return teacher
 
 
-def test_a_group_is_scored_once_and_holds_its_slot_and_no_room_meanwhile() -> None:
-    """With two slots and a teacher that takes long, no third prompt is drawn while two are scored."""
+async def test_a_group_is_scored_once_and_holds_its_slot_and_no_room_meanwhile() -> None:
+    """There are two slots and a slow teacher: no third prompt is drawn while two are scored."""
     setup = RolloutSetup(seconds=[1.0], num_steps=3, max_staleness=0)
     teacher = taught(setup, seconds=50.0)
-
-    async def main() -> None:
-        running = asyncio.gather(setup.rollouter.run(), setup.train())
-        await asyncio.sleep(40)
-        assert setup.ordinals("end") == [0, 1] and teacher.scored == []
-        assert setup.ordinals("start") == [0, 1]
-        await running
-
-    run_virtual(main())
+    running = asyncio.gather(setup.rollouter.run(), setup.train())
+    await asyncio.sleep(40)
+    assert setup.ordinals("end") == [0, 1] and teacher.scored == []
+    assert setup.ordinals("start") == [0, 1]
+    await running
     assert sorted(teacher.scored) == list(range(6)) and sorted(setup.ordinals("start")) == list(range(6))
     assert min(teacher.reserved) <= GROUP_SIZE, "at most the next group's, which waits for a slot"
 
@@ -70,27 +66,21 @@ def test_scoring_hides_inside_the_staleness_window(max_staleness: int, waits: in
     assert seconds_of(1.0) - seconds_of(0.0) == waits
 
 
-def test_a_group_whose_scoring_fails_is_tried_again_within_its_budget() -> None:
+async def test_a_group_whose_scoring_fails_is_tried_again_within_its_budget() -> None:
     failures = FailureBudget(max_group_retries=1, num_groups=6)
     setup = RolloutSetup(seconds=[1.0], failures=failures)
     teacher = taught(setup, errors=[TimeoutError("teacher.timeout_s=1")])
 
-    async def main() -> list[int]:
-        return (await asyncio.gather(setup.rollouter.run(), setup.train()))[1]
-
-    assert sorted(run_virtual(main())) == sorted(teacher.scored) == list(range(6))
+    _, trained = await asyncio.gather(setup.rollouter.run(), setup.train())
+    assert sorted(trained) == sorted(teacher.scored) == list(range(6))
     assert failures.retried_groups == 1 and failures.failed_groups == []
     assert setup.reserved == 0
 
 
-def test_a_teacher_without_replicas_ends_the_run_at_once() -> None:
+async def test_a_teacher_without_replicas_ends_the_run_at_once() -> None:
     error = TooFewReplicasError("0 replicas are left in service, teacher.min_replicas=1")
     setup = RolloutSetup(seconds=[1.0], failures=FailureBudget(max_group_retries=100))
     taught(setup, errors=[error] * 100)
-
-    async def main() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            await setup.rollouter.run()
-        assert caught.value.exceptions[0] is error
-
-    run_virtual(main())
+    with pytest.raises(ExceptionGroup) as caught:
+        await setup.rollouter.run()
+    assert caught.value.exceptions[0] is error

@@ -1,4 +1,4 @@
-"""What a teacher says of a group is at the tokens that the policy sampled, whatever becomes of its replicas."""
+"""Logprobs of a teacher: they stand at the tokens that the policy sampled, whatever becomes of its replicas."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ def a_group() -> TrajectoryGroup:
 
 
 READ = [[1, 2, 3], [1, 2, 7, 5, 5, 8], [1, 2, 3, 4], [1, 2, 3, 9]]
-"""What a teacher has to read of it."""
+"""The sequences of `a_group` that a teacher has to read."""
 
 
 def check(taught: TrajectoryGroup) -> None:
@@ -51,7 +51,7 @@ async def test_every_sampled_token_of_every_sequence_is_scored_after_what_preced
 
 @with_teacher(num_replicas=2)
 async def test_groups_are_spread_over_the_replicas_and_wait_for_room(setup: TeacherSetup) -> None:
-    """Of three trajectories each; a replica has room for eight."""
+    """Each group has three trajectories; a replica has room for eight."""
     for taught in await asyncio.gather(*(setup.teacher.score(a_group()) for _ in range(8))):
         check(taught)
     assert now() == 2 * SECONDS
@@ -101,9 +101,9 @@ async def test_a_scoring_past_its_deadline_fails_and_gives_its_room_back(setup: 
 
 @with_teacher(num_replicas=1)
 async def test_logprobs_that_are_not_finite_are_refused(setup: TeacherSetup) -> None:
-    async def broken(sequences: object) -> list[np.ndarray]:
+    async def broken(replica: object, sequences: object) -> list[np.ndarray]:
         return [np.array([-1.0, np.nan], np.float32)]
 
-    setup.teacher.replicas["teacher-0"] = broken
+    setup.teacher.score_on = broken
     with pytest.raises(TeacherError, match="teacher-0 gave logprobs of prompt 3 that are not finite"):
         await setup.teacher.score(make_group(3, [make_trajectory([1, 2], [4])]))

@@ -1,20 +1,19 @@
-"""What the benchmarks share."""
+"""The lengths of responses that the benchmarks share."""
 
 import asyncio
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from configs.runtime.environment import PYTHON_PATH
 from rollout.agents.loop import EpisodeTask
 from rollout.request_ids import RequestId
 from rollout.types import EMPTY, Completion, GenerationRequest, SamplingParams
-from scripts.bench.common import (
-    ForcedLengths,
-    LogNormalLengths,
-    UniformLengths,
-)
+from scripts.bench.common import ForcedLengths, LogNormalLengths, UniformLengths, run_logged
 from tests.support.fakes import make_prompt
 
 
@@ -48,3 +47,9 @@ def test_forced_lengths_reach_every_request() -> None:
     asyncio.run(loop.run([replace(tasks[0], prompt=replace(make_prompt(4), data_source="held-out"))], generate))
     assert asked.pop().sampling == sampling
     assert all(request.sampling.ignore_eos and not request.sampling.stop_token_ids for request in asked)
+
+
+def test_trainings_of_benchmarks_find_what_this_process_finds(tmp_path: Path) -> None:
+    """On a machine without a network, packages lie in a folder on PYTHONPATH."""
+    run_logged([sys.executable, "-c", "import os; print(os.environ['PYTHONPATH'])"], tmp_path / "log")
+    assert (tmp_path / "log").read_text().strip() == PYTHON_PATH

@@ -1,28 +1,25 @@
-"""The check for one GPU where there is none: what it runs and resumes, what it says, and its arithmetic."""
+"""The check for one GPU where there is none: its parts and their resumption, its report, and its arithmetic."""
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from configs.schema import DType, Staging
 from rollout.types import Completion, VersionSpan
-from scripts.bench.gpu import models, trainer_step, updates
-from scripts.bench.gpu.asynchrony import JOB
-from scripts.bench.gpu.outcome import Outcome, Record, Setting, read_record
-from scripts.bench.gpu.parts import PARTS, Part
-from scripts.bench.gpu.report import last_line, markdown
-from scripts.bench.gpu.runner import part_command, run_parts
-from scripts.bench.gpu.runs import QUIET, SHARED_GPU
+from scripts.bench import gpu, gpu_parts, models, updates
+from scripts.bench.common import QUIET
+from scripts.bench.gpu import Part, Record, last_line, markdown, read_record, run_parts
+from scripts.bench.gpu_parts import ASYNCHRONY_JOB, SHARED_GPU, Setting
 from tests.support.compose import resolve
 
 # In place of `python -m scripts.bench.gpu --here PART`.
 PART = """
-import json, pathlib, sys, time
+import json, pathlib, subprocess, sys, time
 folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 with (folder / "begun").open("a") as file:
     file.write(name + "\\n")
@@ -30,6 +27,10 @@ print(f"this is {name}", flush=True)
 if name == "broken":
     raise ValueError("it broke")
 if name == "slow":
+    ignores = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", ignores], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    (folder / "child").write_text(str(child.pid))
     time.sleep(60)
 record = {"part": name, "outcome": "done", "seconds": 1.5, "figures": {"pause_ms": 12.5}, "error": []}
 (folder / f"{name}.json").write_text(json.dumps(record))
@@ -37,32 +38,38 @@ record = {"part": name, "outcome": "done", "seconds": 1.5, "figures": {"pause_ms
 
 
 def parts(**deadlines: float) -> dict[str, Part]:
-    return {name: Part(what=name, run=lambda setting: {}, deadline_s=deadline) for name, deadline in deadlines.items()}
+    return {name: Part(lambda setting: {}, deadline) for name, deadline in deadlines.items()}
 
 
-def call(folder: Path, given: dict[str, Part], budget_s: float = 100) -> dict[str, Record]:
+def call(folder: Path, these: dict[str, Part], budget_s: float = 100) -> dict[str, Record]:
     setting = Setting(folder=folder, dry_run=True)
-    records = run_parts(given, setting, budget_s, [sys.executable, "-c", PART, str(folder)])
+    records = run_parts(these, setting, budget_s, [sys.executable, "-c", PART, str(folder)])
     return {record.part: record for record in records}
 
 
-def test_a_part_that_fails_or_hangs_stops_no_other_and_the_next_call_does_what_is_left(tmp_path: Path) -> None:
-    given = parts(broken=30, slow=1, good=30, long=1000)
-    found = call(tmp_path, given)
-    assert [record.outcome.value for record in found.values()] == ["failed", "failed", "done", "left"]
-    assert found["broken"].error[-2:] == ["ValueError: it broke", "exit code 1"]
-    assert found["slow"].error[-2:] == ["this is slow", "not over after 1 s"]
+def test_a_part_that_fails_or_hangs_stops_no_other_and_the_next_call_does_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "END_S", 1.0)
+    these = parts(broken=30, slow=4, good=30, long=1000)
+    first = call(tmp_path, these)
+    assert [record.outcome for record in first.values()] == ["failed", "failed", "done", "left"]
+    assert first["broken"].error[-2:] == ["ValueError: it broke", "exit code 1"]
+    assert first["slow"].error[-2:] == ["this is slow", "not over after 4 s"]
     assert (tmp_path / "good.log").read_text() == "this is good\n"
-    again = call(tmp_path, given, budget_s=2000)
-    assert [record.outcome.value for record in again.values()] == ["failed", "failed", "done", "done"]
-    assert again["good"] == found["good"] == read_record("good", tmp_path)
+    child = int((tmp_path / "child").read_text())
+    ended = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert ended, "what a part has started ends with it"
+    again = call(tmp_path, these, budget_s=2000)
+    assert [record.outcome for record in again.values()] == ["failed", "failed", "done", "done"]
+    assert again["good"] == first["good"] == read_record("good", tmp_path)
     assert (tmp_path / "begun").read_text().split() == ["broken", "slow", "good", "broken", "slow", "long"]
 
 
 def test_the_table_and_the_last_line_hold_every_figure() -> None:
     records = [
-        Record(part="updates_7b", outcome=Outcome.done, seconds=61, figures={"pause_ms": 345.678, "gb_per_s": 44.0}),
-        Record(part="recipe", outcome=Outcome.failed, seconds=3, error=["OutOfMemoryError"]),
+        Record(part="updates_7b", outcome="done", seconds=61, figures={"pause_ms": 345.678, "gb_per_s": 44.0}),
+        Record(part="recipe", outcome="failed", seconds=3, error=["OutOfMemoryError"]),
     ]
     assert markdown(records).splitlines()[2:] == [
         "| updates_7b | done | 61 | pause_ms | 345.7 |",
@@ -72,13 +79,6 @@ def test_the_table_and_the_last_line_hold_every_figure() -> None:
     found = json.loads(json.dumps(last_line(records, "cpu")))
     assert found["updates_7b.pause_ms"] == 345.678 and found["errors"] == {"recipe": ["OutOfMemoryError"]}
     assert found["outcomes"] == {"updates_7b": "done", "recipe": "failed"} and len(found["machine"]["commit"]) == 40
-
-
-def test_a_call_has_time_for_every_part_alone() -> None:
-    assert max(part.deadline_s for part in PARTS.values()) <= 510
-    assert part_command(Setting(folder=Path("/f"), dry_run=True))[1:] == [
-        *("-m", "scripts.bench.gpu", "--folder", "/f", "--dry-run", "--here")
-    ]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("small", 0.05), ("0.5b", 0.494), ("1.5b", 1.544), ("7b", 7.616)])
@@ -91,9 +91,11 @@ def test_the_shapes_have_the_size_that_their_names_say(name: str, billions: floa
 
 
 def test_the_configs_for_a_gpu_are_valid(tmp_path: Path) -> None:
-    for overrides in (JOB, ["weight_sync.transport=cuda_ipc"], ["model=tiny", "trainer.eval_every=0"]):
+    for overrides in (ASYNCHRONY_JOB, [], ["model=tiny", "trainer.eval_every=0"]):
         assert resolve(*SHARED_GPU, *QUIET, *overrides).rollout.dtype is DType.bfloat16
-    spec = updates.engine_spec(models.SHAPES["7b"], tmp_path, Staging.device, "cuda")
+    spec = updates.engine_spec(
+        models.SHAPES["7b"], tmp_path, "cuda", seq_tokens=gpu_parts.SEQ_TOKENS, staging=Staging.device
+    )
     assert spec.staging_on_device and spec.kv_cache_bytes is not None and spec.kv_cache_bytes < 8e9
 
 
@@ -103,14 +105,14 @@ def test_a_token_of_a_version_that_was_not_there_is_found() -> None:
         named = tuple(VersionSpan(*span) for span in spans)
         return Completion(token_ids=ids, logprobs=ids.astype(np.float32), spans=named, finish_reason="abort")
 
-    updates.check_versions([completion((0, 4, 3), (4, 10, 5))], before=3, updates=[5])
+    updates.check_versions([completion((0, 4, 3), (4, 10, 5))], [3, 5])
     for wrong in ([(0, 10, 3)], [(0, 4, 3), (5, 10, 5)], [(0, 4, 3), (4, 9, 5)], [(0, 4, 5), (4, 10, 3)]):
         with pytest.raises(RuntimeError, match="for the versions"):
-            updates.check_versions([completion(*wrong)], before=3, updates=[5])
+            updates.check_versions([completion(*wrong)], [3, 5])
 
 
 def test_a_full_batch_trains_the_second_half_of_every_sequence_in_its_row() -> None:
-    batch = trainer_step.full_batch(rows=3, length=8, vocab_size=50)
+    batch = gpu_parts.full_batch(rows=3, length=8, vocab_size=50)
     assert batch.num_sequences == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
     assert batch.sources.tolist() == [3, 4, 5, 6, 11, 12, 13, 14, 19, 20, 21, 22] and not batch.rows.any()
     assert batch.last is not None and batch.last[0].tolist() == [7] * 8 + [15] * 8 + [23] * 8
@@ -118,16 +120,5 @@ def test_a_full_batch_trains_the_second_half_of_every_sequence_in_its_row() -> N
     assert (batch.tokens.targets == batch.input_ids[batch.rows, batch.sources + 1]).all()
 
 
-def test_the_trainer_takes_steps_on_a_model_made_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")
-    setting = Setting(folder=tmp_path, dry_run=True)
-    try:
-        for shape in ("0.5b", trainer_step.WITHOUT_OPTIMIZER):
-            figures = trainer_step.measure_trainer(shape, replace(setting))
-            assert figures["tokens_per_s"] > 0 and figures["parameters_b"] > 0
-            torch.distributed.destroy_process_group()
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    assert trainer_step.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12 and trainer_step.peak_flops("L4") is None
+def test_the_peak_of_a_gpu_is_found_by_its_name() -> None:
+    assert gpu_parts.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12 and gpu_parts.peak_flops("L4") is None

@@ -1,6 +1,6 @@
-"""TRL is given the job we take ourselves, and the figures are medians of the right arm."""
+"""TRL gets the job that we take ourselves: the same loss, optimizer and prompts."""
 
-from scripts.bench.peer.job import peer_job, resolve
+from scripts.bench.peer import peer_job, resolve
 
 
 def test_the_loss_and_the_optimizer_are_ours() -> None:
@@ -16,7 +16,7 @@ def test_the_loss_and_the_optimizer_are_ours() -> None:
         "lr": config.trainer.lr,
         "betas": [0.9, 0.95],
         "weight_decay": 0.0,
-        "warmup_steps": config.trainer.lr_warmup_steps,
+        "warmup_steps": 5,
     }
 
 

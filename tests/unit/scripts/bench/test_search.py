@@ -2,7 +2,7 @@
 
 import asyncio
 
-from rollout.search.fts5 import Fts5Retriever
+from rollout.environments.search.fts5 import Fts5Retriever
 from scripts.bench.search import Job, idle_stalls, made_up, run
 
 

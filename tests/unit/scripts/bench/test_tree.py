@@ -1,17 +1,15 @@
 """The benchmark of trees in its tiny form: what its three workloads share, and what is in its last line."""
 
-import json
+import asyncio
 
-import pytest
+from scripts.bench.tree import Shape, make_group, measure
 
-from scripts.bench.tree import Shape, main, make_group
-
-TINY = ["--repeats", "1", "--turns", "8", "--group-size", "4", "--turn-tokens", "4", "--width", "64", "--layers", "1"]
+TINY = Shape(group_size=4, turn_tokens=4, width=64, layers=1)
 
 
 def distinct_prefixes(workload: str) -> int:
-    """Of all inputs: what comes before the last sampled token."""
-    group = make_group(Shape(group_size=4, turn_tokens=4), workload)
+    """Count the different prefixes of all inputs, which end before the last sampled token."""
+    group = make_group(TINY, workload)
     found = set()
     for sequence in (sequence for trajectory in group.trajectories for sequence in trajectory.sequences):
         ids = sequence.token_ids.tolist()
@@ -20,10 +18,9 @@ def distinct_prefixes(workload: str) -> int:
     return len(found)
 
 
-def test_trees_compute_what_is_shared_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_compute_what_is_shared_once() -> None:
     """A prompt of 96 tokens, and 8 turns of 4, of which the last ends with the 2 that are sampled."""
-    assert main(TINY) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    figures = asyncio.run(measure(TINY, repeats=1))
     assert figures["tokens_tree_linear"] == distinct_prefixes("linear") < 0.5 * figures["tokens_rows_linear"]
     assert figures["tokens_tree_branches"] == distinct_prefixes("branches") < 0.1 * figures["tokens_rows_branches"]
     assert figures["tokens_tree_nothing"] == figures["tokens_rows_nothing"] == figures["tokens_rows_linear"]

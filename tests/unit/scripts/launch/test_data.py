@@ -74,6 +74,48 @@ def test_columns_and_limits_are_those_of_the_config(tmp_path: Path) -> None:
     assert held_out_rows(changed(config, data__train_files="/no/such.jsonl")) == val
 
 
+def test_nothing_is_held_out_where_nothing_is_named() -> None:
+    config = changed(Config(), data__num_train=50)
+    assert load_rows(changed(config, data__val_files="none")) == (load_rows(config)[0], None)
+
+
+def shared(path: Path, names: Sequence[str], share: float = 0.2) -> Config:
+    """Return the config of one file whose rows have these questions, of which a share is held out."""
+    path.write_text("".join(json.dumps({"question": name, "answer": n}) + "\n" for n, name in enumerate(names)))
+    return changed(Config(), data__train_files=str(path), data__val_share=share)
+
+
+def test_a_share_of_one_file_is_held_out_and_never_trained(tmp_path: Path) -> None:
+    names = [f"question {number % 75}" for number in range(100)]  # the first 25 twice
+    config = shared(tmp_path / "a.jsonl", names)
+    train, held_out = load_rows(config)
+    assert not {row.question for row in train} & {row.question for row in held_out}
+    assert sorted(row.ground_truth for row in (*train, *held_out)) == sorted(map(str, range(100)))
+    assert 18 <= len(held_out) <= 22 and held_out_rows(config) == held_out
+    assert [int(row.ground_truth) for row in held_out] == sorted(int(row.ground_truth) for row in held_out)
+    again, _ = load_rows(shared(tmp_path / "b.jsonl", names[::-1]))
+    assert {row.question for row in again} == {row.question for row in train}, "no order decides it"
+    more = load_rows(shared(tmp_path / "c.jsonl", [*names, "another"]))[1]
+    assert len({row.question for row in more} ^ {row.question for row in held_out}) <= 2
+    screen = Screen()
+    asyncio.run(encode_rows(config, FakeEncoder(), "held-out", held_out, screen))
+    assert screen.messages[0].endswith("split by data.val_share=0.2")
+
+
+def test_a_share_holds_out_a_row_and_leaves_one(tmp_path: Path) -> None:
+    assert [len(rows) for rows in load_rows(shared(tmp_path / "a.jsonl", "abc", 0.01))] == [2, 1]
+    assert [len(rows) for rows in load_rows(shared(tmp_path / "a.jsonl", "abc", 0.99))] == [1, 2]
+    with pytest.raises(ValueError, match=r"data\.val_share=0\.5: needs rows of two different prompts"):
+        load_rows(shared(tmp_path / "a.jsonl", "aaa", 0.5))
+
+
+def test_a_column_that_is_not_there_names_the_key_that_names_it(tmp_path: Path) -> None:
+    config = shared(tmp_path / "a.jsonl", "abc")
+    for key in ("prompt_key", "answer_key"):
+        with pytest.raises(ValueError, match=rf"no column 'gold'; the row has answer, question; data\.{key} names the"):
+            load_rows(changed(config, **{f"data__{key}": "gold"}))
+
+
 def test_arithmetic_is_made_here_and_disjoint() -> None:
     train, val = load_rows(changed(Config(), data__num_train=50, data__num_val=20))
     assert (len(train), len(val)) == (50, 20)

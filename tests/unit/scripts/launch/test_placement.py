@@ -1,4 +1,4 @@
-"""On which node the next replica goes."""
+"""The next replica goes to the right node."""
 
 from scripts.launch.placement import Node, choose_node
 

@@ -1,4 +1,4 @@
-"""What a config makes of the engines of a run's replicas."""
+"""A config makes the specs of the engines of a run's replicas."""
 
 import pytest
 
@@ -18,6 +18,11 @@ def test_an_engine_that_serves_an_adapter_has_the_next_rank_of_vllms_and_its_lay
     spec = adapter_spec(changed(SERVED, model__lora__rank=8, model__lora__targets=targets), "cpu", "model")
     assert spec.adapter == ServedAdapter(max_rank=8, layers=("q_proj", "down_proj"))
     assert engine_spec(SERVED, "cpu", "model").adapter is None
+
+
+@pytest.mark.parametrize("chosen", [None, True, False])
+def test_it_says_which_experts_it_chose_as_the_config_wants(chosen: bool | None) -> None:
+    assert engine_spec(changed(Config(), model__replay_routes=chosen), "cpu", "model").replay_routes is chosen
 
 
 def test_it_loads_what_is_trained_or_a_quantized_copy_of_it() -> None:

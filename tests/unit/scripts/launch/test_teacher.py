@@ -1,4 +1,4 @@
-"""Who may be the teacher of whom, and what it takes."""
+"""The teacher of a run: who may be one, and what it takes."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import pytest
 from configs.schema import Config
 from configs.validate import ConfigError
 from scripts.launch.cluster import needed_resources, without_trainer
-from scripts.launch.plan import training_parts
 from scripts.launch.teacher import refuse_another_tokenizer, teacher_spec
+from scripts.plan.plan import training_parts
 from tests.support.compose import changed
 
 CONFIG = changed(Config(), teacher__path="org/teacher", model__path="org/student")

@@ -9,11 +9,11 @@ from starlette.applications import Starlette
 from configs.checks.sections import TRAIN_AND_VAL
 from configs.schema import Config
 from configs.validate import ConfigError
-from rollout.http.server import listen, served, url_of
-from rollout.search.documents import Document
-from rollout.search.fts5 import Fts5Retriever
-from rollout.search.retrievers import what_is_searched
-from rollout.search.server import retriever_app
+from rollout.environments.search.documents import Document
+from rollout.environments.search.fts5 import Fts5Retriever
+from rollout.environments.search.retrievers import what_is_searched
+from rollout.environments.search.server import retriever_app
+from rollout.http.server import listen, listener_url, served
 from scripts.launch.worlds import check_world
 from tests.support.compose import changed, resolve
 
@@ -36,7 +36,7 @@ def checked_at_a_server(app: Starlette) -> None:
     async def main() -> None:
         with listen("127.0.0.1", 0) as listener:
             async with served(app, listener):
-                url = f"{url_of(listener)}/retrieve"
+                url = f"{listener_url(listener)}/retrieve"
                 await asyncio.to_thread(check_world, config_of(kind="http", url=url), TRAIN_AND_VAL)
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""scripts/predict: a profile that is fitted to a run is the one that the run was made of, and predicts it."""
+"""A profile that is fitted to a run is the one that the run was made of, and predicts it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.predict.files import read_run
-from scripts.predict.fit import fit, measured_rate
-from scripts.predict.intervals import Load, nonnegative, slowed
-from scripts.predict.profile import PredictError, Profile
-from scripts.predict.simulate import simulate
+from scripts.predict.fit import fit, measured_rate, read_run
+from scripts.predict.intervals import nonnegative
+from scripts.simulate.profile import PredictError, Profile
+from scripts.simulate.simulate import simulate
 from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS, simulated_run
 
 CASES = {"alone": PROFILE, "tools": WITH_TOOLS, "shared cores": SHARED}
@@ -60,11 +59,11 @@ def test_the_measured_rate_is_that_of_the_run(case: tuple[Profile, Path]) -> Non
     assert measured_rate(read_run(run_dir)) == pytest.approx(truth, rel=0.02)
 
 
-def test_without_events_the_profile_says_what_it_takes_for_granted(tmp_path: Path) -> None:
+def test_a_run_without_events_is_refused_by_the_key_that_records_them(tmp_path: Path) -> None:
     simulated_run(tmp_path, PROFILE)
     (tmp_path / "events.jsonl").unlink()
-    with pytest.raises(PredictError, match="neither its events nor its trajectories"):
-        fit([read_run(tmp_path)])
+    with pytest.raises(PredictError, match="its events have no turns; train with trainer.events=true"):
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
@@ -73,21 +72,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, missing: str) -> Non
     (tmp_path / missing).unlink()
     with pytest.raises(PredictError, match=missing):
         read_run(tmp_path)
-
-
-def test_load_counts_open_intervals() -> None:
-    load = Load([0.0, 1.0, 8.0], [4.0, 2.0, 9.0])
-    assert load.mean([0.0, 4.0, -5.0], [2.0, 8.0, 20.0]).tolist() == pytest.approx([1.5, 0.0, 6 / 25])
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.3, 2.5])
-def test_what_slows_is_told_from_what_is_slow(factor: float) -> None:
-    rng = np.random.default_rng(0)
-    columns, shares = rng.uniform(1, 9, (400, 2)), rng.uniform(0, 1, 400)
-    noise = rng.normal(1, 0.01, 400)
-    coefficients, found = slowed(columns, (columns @ [2.0, 0.5]) * (1 + (factor - 1) * shares) * noise, shares)
-    assert found == pytest.approx(factor, abs=0.05)
-    assert coefficients == pytest.approx([2.0, 0.5], rel=0.05)
 
 
 def test_no_coefficient_is_negative() -> None:

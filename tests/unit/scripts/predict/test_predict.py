@@ -1,18 +1,22 @@
-"""scripts/predict: what a simulation counts, what sweeps and counterfactuals say, and the command around them."""
+"""The predictor: what a simulation counts, what sweeps and counterfactuals say, and the command around them."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from scripts.predict.advice import Option, advice
+from configs.schema import Config
+from scripts.predict.advice import Option, advise_from_predictions
 from scripts.predict.command import parse
-from scripts.predict.counterfactual import Cost, costs
-from scripts.predict.profile import PredictError, Profile, from_fields, read_profile, to_json
-from scripts.predict.quantiles import PROBABILITIES, Quantiles, alike_in_groups
-from scripts.predict.setup import Setup
-from scripts.predict.simulate import simulate
-from scripts.predict.sweep import around, marginal
+from scripts.predict.sweep import Cost, around, costs, marginal
+from scripts.simulate.profile import PredictError, Profile, from_fields, read_profile, to_json
+from scripts.simulate.quantiles import PROBABILITIES, Quantiles, alike_in_groups
+from scripts.simulate.setup import Setup
+from scripts.simulate.simulate import simulate
 from tests.support.profiles import PROFILE, SETUP, SHARED, WITH_TOOLS
 
 EQUAL = Profile(step_s=0.01, turn_tokens=Quantiles((50.0,)), train_s=1.0)
@@ -80,10 +84,10 @@ def test_marginal_values_name_what_is_the_limit() -> None:
 
 def test_a_counterfactual_costs_what_it_makes_a_step_longer() -> None:
     profile = replace(EQUAL, reward_s=Quantiles((0.2,)), swap_s=0.3)
-    found = {cost.of: cost for cost in costs(profile, simulate(profile, SMALL))}
+    found = {cost.name: cost for cost in costs(profile, simulate(profile, SMALL))}
     assert set(found) == {"rewards", "updates"}
     assert found["rewards"].step_s == pytest.approx(0.2)
-    assert found["updates"].of_steps == pytest.approx([0.3] * SMALL.steps)
+    assert found["updates"].step_s == pytest.approx(0.3)
     hidden = costs(profile, simulate(profile, replace(SMALL, max_staleness=3)))
     assert all(cost.step_s == pytest.approx(0, abs=0.02) for cost in hidden)  # training hides them
 
@@ -118,7 +122,14 @@ def test_a_period_of_evaluations_tells_as_much_as_several(max_staleness: int) ->
     assert without > 1.2 * long.samples_per_s
     nothing_held_out = replace(evaluated, evaluation_requests=0)
     assert simulate(nothing_held_out, setup).samples_per_s == pytest.approx(without, rel=0.02)
-    assert next(cost for cost in costs(evaluated, long) if cost.of == "evaluations").step_s > 0
+    assert next(cost for cost in costs(evaluated, long) if cost.name == "evaluations").step_s > 0
+
+
+def test_a_run_that_holds_nothing_out_has_no_evaluations_to_predict() -> None:
+    config: Any = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+    assert Setup.from_mapping(config).eval_every == Config().trainer.eval_every
+    config["data"]["val_files"] = "none"
+    assert Setup.from_mapping(config).eval_every == 0
 
 
 def test_tokens_that_are_masked_are_not_trained() -> None:
@@ -141,34 +152,26 @@ def test_quantiles_keep_the_tail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("read", "given", "message"),
     [
-        (["run"], "run: must be key=value"),
-        (["runs=x"], "runs: is no key; there are run, profile"),
-        (["rollout.max_staleness=2"], "give run=FOLDER"),
-        (["run=a", "profile=b"], "give one of them"),
-        (["run=a", "only=all"], "only=all: must be of base, sweep"),
-        (["run=a", "trainer.total_steps=4,8"], "one value only"),
+        (parse, ["run"], "run: must be key=value"),
+        (parse, ["runs=x"], "runs: is no key; there are run, profile"),
+        (parse, ["rollout.max_staleness=2"], "give run=FOLDER"),
+        (parse, ["run=a", "profile=b"], "give one of them"),
+        (parse, ["run=a", "only=all"], "only=all: must be of base, sweep"),
+        (parse, ["run=a", "trainer.total_steps=4,8"], "one value only"),
+        (from_fields, {"step_s": 0.1, "train_s": 1}, "turn_tokens is missing"),
+        (from_fields, {"speed": 3}, "profile.speed: no such field; there are step_s"),
+        (from_fields, {"step_s": -1, "turn_tokens": 9, "train_s": 1}, "step_s=-1: must be at least 0"),
+        (from_fields, {"step_s": 1, "turn_tokens": [3, 2], "train_s": 1}, "turn_tokens"),
+        (from_fields, {"step_s": 1, "turn_tokens": "long", "train_s": 1}, "must be a number, a list of quantiles"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(words: list[str], message: str) -> None:
+def test_arguments_and_profiles_that_cannot_be_are_refused(
+    read: Callable[[Any], object], given: object, message: str
+) -> None:
     with pytest.raises(PredictError, match=message):
-        parse(words)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"step_s": 0.1, "train_s": 1}, "turn_tokens is missing"),
-        ({"speed": 3}, "profile.speed: no such field; there are step_s"),
-        ({"step_s": -1, "turn_tokens": 9, "train_s": 1}, "step_s=-1: must be at least 0"),
-        ({"step_s": 1, "turn_tokens": [3, 2], "train_s": 1}, "turn_tokens"),
-        ({"step_s": 1, "turn_tokens": "long", "train_s": 1}, "must be a number, a list of quantiles"),
-    ],
-)
-def test_a_profile_that_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
-    with pytest.raises(PredictError, match=message):
-        from_fields(given)
+        read(given)
 
 
 def test_a_setup_that_cannot_be_names_its_key() -> None:
@@ -180,17 +183,18 @@ def test_a_setup_that_cannot_be_names_its_key() -> None:
 
 def test_advice_proposes_the_smallest_change_that_is_about_the_best_and_tells_what_the_rest_costs() -> None:
     now = simulate(EQUAL, SMALL)
+    advised = partial(advise_from_predictions, now)
 
     def option(change: str, times: float, is_free: bool = True) -> Option:
         return Option(change=change, samples_per_s=times * now.samples_per_s, is_free=is_free)
 
     little, good, best = option("little", 1.02), option("good", 1.49), option("best", 1.5)
     rank = option("one more rank", 1.3, is_free=False)
-    found = advice(now, [little, good, best, rank])
-    assert "A step of 1.50 s waits 0.50 s (33%) for rollouts, and replicas have no request 67%" in found.text
+    found = advised([little, good, best, rank])
+    assert "A step of 1.50 s waits 0.50 s (33%) for rollouts, and replicas have no requests 67%" in found.text
     assert found.text.endswith("good gives +49% samples/s on the same machines, one more rank gives +30%.")
     assert found.gain == pytest.approx(0.49)
-    assert advice(now, [little]).text.endswith("no change that was tried gives 5% more samples/s on the same machines.")
-    assert advice(now, [little]).gain == 0 and "no change" not in advice(now, []).text
-    dear = Cost(of="updates", step_s=0.3, wait_s=0.1, of_steps=(0.3,))
-    assert "without updates it would take 0.30 s less." in advice(now, [], [dear, replace(dear, step_s=0.01)]).text
+    assert advised([little]).text.endswith("no change that was tried gives 5% more samples/s on the same machines.")
+    assert advised([little]).gain == 0 and "no change" not in advised([]).text
+    dear = Cost(name="updates", step_s=0.3, wait_s=0.1)
+    assert "without updates it would take 0.30 s less." in advised([], [dear, replace(dear, step_s=0.01)]).text

@@ -1,14 +1,18 @@
-"""From rewards to what every token learns: which algorithm's numbers arrive at which token."""
+"""Credit carries rewards to what every token learns: the numbers of each algorithm arrive at the right tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.algorithm import GROUP_ADVANTAGES, LossAggregation
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
-from rollout.types import FloatArray, TrajectoryGroup, TurnReward
+from rollout.buffer import mask_stale
+from rollout.types import FloatArray, TrajectoryGroup, TurnReward, VersionSpan
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import with_sequence
 from trainer.advantages.credit import (
@@ -81,7 +85,8 @@ def rewarded_by_turns() -> list[TrajectoryGroup]:
 
 
 def test_a_turn_learns_from_what_came_from_it_on() -> None:
-    """From the first turn on 4, 2 and 0; from the second on 1.5, 0 and 0, since two trajectories had ended."""
+    """The returns are 4, 2 and 0 from the first turn on, and 1.5, 0 and 0 from the second, since two trajectories
+    had ended."""
     found = credit(groups=rewarded_by_turns, normalize_by_std=False)
     assert found.tokens.advantages.tolist() == [2, 1, 1, 0, -2, -2]
     assert [advantages.tolist() for advantages in found.advantages] == [pytest.approx([4 / 3, 0, -2])]
@@ -102,7 +107,8 @@ def delegating() -> list[TrajectoryGroup]:
 
 
 def test_turns_are_in_the_order_of_time_also_across_branches() -> None:
-    """From the first turn on 3, and 2 for the sub-agent, which came before the second turn of the main agent."""
+    """The return is 3 from the first turn on, and 2 for the sub-agent, which came before the second turn of the main
+    agent."""
     found = credit(groups=delegating, normalize_by_std=False, advantage="rloo")
     assert found.tokens.targets.tolist() == [7, 9, 5, 4, 3]
     assert found.tokens.advantages.tolist() == [3, 2, 2, -3, -2]
@@ -153,13 +159,11 @@ def test_the_kl_to_the_reference_is_taken_off_the_reward() -> None:
     assert found.tokens.reference_logprobs.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_tokens_are_selected_by_covariance_only_for_the_losses_that_ask() -> None:
+@pytest.mark.parametrize("loss", ["kl_cov", "clip_cov"])
+def test_tokens_are_selected_by_covariance_only_for_the_losses_that_need_it(loss: str) -> None:
     """Logprobs 0, 0, 0, -1, -5 and advantages 0.5, 0.5, -0.5, -1, -1: the last token stands out by far."""
-    kl_cov = credit(loss="kl_cov", cov_ratio=0.2, normalize_by_std=False).tokens.selected
-    assert kl_cov is not None and kl_cov.tolist() == [False] * 4 + [True]
-    clip_cov = credit(loss="clip_cov", cov_ratio=1.0, normalize_by_std=False).tokens.selected
-    assert clip_cov is not None and clip_cov.tolist() == [False, False, False, False, True]
-    assert credit(loss="clip_cov", clip_cov_low=6.0, clip_cov_high=7.0).tokens.selected is not None
+    selected = credit(loss=loss, normalize_by_std=False).tokens.selected
+    assert selected is not None and selected.tolist() == [False] * 4 + [True]
     assert credit(loss="ppo_clip").tokens.selected is None
 
 
@@ -276,12 +280,20 @@ def test_covariances_by_hand() -> None:
 SOME = np.array([5, 1, 3, 2, 4, 3, 0, -9], np.float32)
 
 
-def selected(loss: str, ratio: float, low: float = 1.0, high: float = 5.0, seed: int = 0) -> list[int]:
-    algorithm = AlgorithmConfig(loss=loss, cov_ratio=ratio, clip_cov_low=low, clip_cov_high=high)
-    return np.flatnonzero(select_tokens(SOME, algorithm, np.random.default_rng(seed))).tolist()
+Selects = Callable[..., list[int]]
 
 
-def test_clip_cov_draws_from_between_its_bounds() -> None:
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> Selects:
+    def select(loss: str, ratio: float, low: float = 1.0, high: float = 5.0, seed: int = 0) -> list[int]:
+        monkeypatch.setattr("trainer.advantages.credit.COV_RATIO", ratio)
+        monkeypatch.setattr("trainer.advantages.credit.CLIP_COV_BOUNDS", (low, high))
+        return np.flatnonzero(select_tokens(SOME, loss, np.random.default_rng(seed))).tolist()
+
+    return select
+
+
+def test_clip_cov_draws_from_between_its_bounds(selected: Selects) -> None:
     drawn = [selected("clip_cov", 0.25, seed=seed) for seed in range(40)]
     assert {len(tokens) for tokens in drawn} == {2}
     assert {token for tokens in drawn for token in tokens} == {2, 3, 4, 5}
@@ -290,7 +302,80 @@ def test_clip_cov_draws_from_between_its_bounds() -> None:
     assert len(selected("clip_cov", 1e-9)) == 1
 
 
-def test_kl_cov_takes_the_largest() -> None:
+def test_kl_cov_takes_the_largest(selected: Selects) -> None:
     assert selected("kl_cov", 0.4) == [0, 2, 4]
     assert selected("kl_cov", 1e-9) == [0]
     assert len(selected("kl_cov", 1.0)) == len(SOME)
+
+
+def by_turns(*trajectories: Sequence[float]) -> list[TrajectoryGroup]:
+    """A trajectory for each list of turn rewards, of one token a turn. Its reward is their sum, as environments add
+    it up."""
+    made = [
+        with_sequence(
+            make_trajectory([1], [2] * len(rewards), reward=sum(rewards)),
+            turn_rewards=tuple(TurnReward(turn + 1, reward, turn) for turn, reward in enumerate(rewards)),
+        )
+        for rewards in trajectories
+    ]
+    return [make_group(0, made)]
+
+
+WHERE_THE_LAST_TURN_IS_EQUAL = [
+    [[200.1, 100.3, 7], [20.7, 3.9, 7], [11.3, 0.1, 7], [55.7, 3.3, 7]],
+    [[10.1, 20.2, 0], [33.3, 0.7, 0]],
+    [[0.1, 0.1, 0], [0.1, 0.1, 0], [0.3, 0.4, 0]],
+    [[1e6 + 0.1, -1e6, 0.1], [0.0, 0.2, 0.1]],
+    [[5, 0.1, 0.2], [7, 0.3, 0]],  # by the last two turns together
+]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "grpo_passk", "rloo", "opo", "gpg"])
+@pytest.mark.parametrize("rewards", WHERE_THE_LAST_TURN_IS_EQUAL)
+def test_rounding_of_earlier_turns_is_no_advantage(advantage: str, rewards: list[list[float]]) -> None:
+    found = credit(groups=lambda: by_turns(*rewards), advantage=advantage)
+    by_number = found.tokens.advantages.reshape(len(rewards), 3)
+    assert by_number[:, 0].any()
+    assert not by_number[:, 1 if rewards[0][0] == 5 else 2].any()
+    assert credit(groups=lambda: by_turns([0.1, 0.2], [0.3, 0]), advantage=advantage).tokens.advantages[0] == 0
+
+
+decimals = st.integers(0, 99_999).map(lambda cents: cents / 100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(decimals, min_size=3, max_size=3), min_size=2, max_size=6), st.sampled_from([1e-3, 1, 1e3]))
+def test_turns_are_credited_with_the_exact_return_to_go(hundredths: list[list[float]], scale: float) -> None:
+    """The reference adds up fractions, and divides by the unbiased deviation in float64. The first turn brings every
+    trajectory the same large number, which none of the later turns may feel."""
+    rewards = [[1e6, *(value * scale for value in values)] for values in hundredths]
+    found = credit(groups=lambda: by_turns(*rewards)).tokens.advantages.reshape(len(rewards), 4)
+    for turn in range(4):
+        returns = [sum(map(Fraction, values[turn:])) for values in rewards]
+        mean = sum(returns) / len(returns)
+        deviation = np.sqrt(float(sum((value - mean) ** 2 for value in returns) / (len(returns) - 1)))
+        expected = [float(value - mean) / (deviation + 1e-6) for value in returns]
+        assert found[:, turn].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_large_offset_of_all_rewards_is_no_noise() -> None:
+    rewards = [1e6 + 0.1, 1e6 + 0.2, 1e6 + 0.4]
+    found = credit(groups=lambda: by_turns(*([reward] for reward in rewards)), normalize_by_std=False)
+    assert found.tokens.advantages.tolist() == pytest.approx([-0.4 / 3, -0.1 / 3, 0.5 / 3], abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_plus_plus", "remax"])
+def test_the_reward_of_a_stale_turn_reaches_no_later_token(advantage: str) -> None:
+    """Turn 0 got 5 under old weights and is masked: turn 1 learns as if it had brought nothing."""
+
+    def masked(first: float) -> list[TrajectoryGroup]:
+        spans = (VersionSpan(0, 3, 0), VersionSpan(3, 6, 3))
+        stale, other = make_trajectory([1], [2] * 6, reward=first + 1, spans=spans), make_trajectory([1], [3] * 3)
+        stale = with_sequence(stale, turn_rewards=(TurnReward(3, first, 0), TurnReward(6, 1.0, 1)))
+        group = make_group(0, [mask_stale(stale, lambda version: version > 2), other])
+        return [replace(group, greedy=make_trajectory([1], [9]))]
+
+    found = credit(groups=lambda: masked(5.0), advantage=advantage)
+    expected = credit(groups=lambda: masked(0.0), advantage=advantage)
+    assert found.tokens.advantages.tolist() == expected.tokens.advantages.tolist()
+    assert found.tokens.targets.tolist() == [2] * 3 + [3] * 3

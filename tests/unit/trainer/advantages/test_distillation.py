@@ -1,4 +1,4 @@
-"""What a teacher says of each sampled token is its advantage, alone or beside that of the reward."""
+"""The teacher's word on each sampled token is its advantage, alone or beside that of the reward."""
 
 from dataclasses import replace
 
@@ -47,7 +47,8 @@ def test_the_advantage_of_a_token_is_how_much_more_likely_the_teacher_finds_it()
 
 
 def test_it_is_added_to_the_advantage_of_the_reward() -> None:
-    """Of grpo without the division: a half for the trajectory of reward 1, minus a half for the other."""
+    """The advantage of grpo without the division is a half for the trajectory of reward 1, and minus a half for the
+    other."""
     found = credit(groups(), normalize_by_std=False, teacher_coef=2.0)
     assert found.tokens.advantages.tolist() == [0.5 + 1, 0.5 - 2, -0.5 + 1.5, -0.5]
     assert [advantages.tolist() for advantages in found.advantages] == [[0, 0.25], [0]]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,28 +25,31 @@ from trainer.advantages.estimators import (
 
 PLAIN = AlgorithmConfig()
 NO_STD = AlgorithmConfig(normalize_by_std=False)
-WITHIN_GROUPS = ("grpo", "rloo", "opo", "grpo_passk", "gpg")
-"""Those whose advantage is 0 in a group of equal rewards."""
+GDPO = {"right": 1.0, "short": -0.5}
+WITHIN_GROUPS = ("grpo", "rloo", "opo", "grpo_passk", "gpg", "maxrl")
+"""The estimators whose advantage is 0 in a group of equal rewards."""
 
 
 def group(*rewards: float, lengths: Sequence[int] | None = None) -> ScoredGroup:
     lengths = lengths or [5] * len(rewards)
-    return ScoredGroup(rewards=np.array(rewards, np.float32), lengths=np.array(lengths, np.int32))
+    terms = {"right": np.array(rewards, np.float64), "short": np.array(lengths, np.float64) % 3}
+    return ScoredGroup(rewards=np.array(rewards, np.float32), lengths=np.array(lengths, np.int32), terms=terms)
 
 
 def advantages(name: str, *groups: ScoredGroup, algorithm: AlgorithmConfig = PLAIN) -> list[list[float]]:
     return [some.tolist() for some in ESTIMATORS[name](groups, algorithm)]
 
 
-# -- an independent reference ------------------------------------------------------------------------------------------
-
-
 def exact(name: str, groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[list[float]]:
     """In fractions, token by token where the definition speaks of tokens."""
     rewards = [[Fraction(float(r)) for r in g.rewards] for g in groups]
     lengths = [[int(n) for n in g.lengths] for g in groups]
+    if name == "gdpo":
+        parts = [[normalized(g.terms[term].tolist(), algorithm) for term in GDPO] for g in groups]
+        rewards = [[Fraction(a - 0.5 * b) for a, b in zip(*part, strict=True)] for part in parts]
     if name == "reinforce_plus_plus_baseline":
         rewards = [[r - sum(some) / len(some) for r in some] for some in rewards]
+    if name in ("reinforce_plus_plus_baseline", "gdpo"):
         pairs = zip(sum(rewards, []), sum(lengths, []), strict=True)
         tokens = [r for r, n in pairs for _ in range(n)]
         mean = sum(tokens) / len(tokens)
@@ -69,12 +73,20 @@ def exact(name: str, groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
             best = some.index(max(some))
             runner_up = max(some[:best] + some[best + 1 :])
             results.append([float(r - runner_up) / std if i == best else 0.0 for i, r in enumerate(some)])
+        elif name == "maxrl":
+            results.append([float(r / mean) - 1 if mean > 0 else 0.0 for r in some])
         else:
             assert name == "gpg"
             without = sum(len(other) for other in rewards if len(set(other)) == 1)
             alpha = Fraction(sum(map(len, rewards)), max(1, sum(map(len, rewards)) - without))
             results.append([float(alpha * (r - mean)) for r in some])
     return results
+
+
+def normalized(values: list[float], algorithm: AlgorithmConfig) -> list[float]:
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) + 1e-6
+    return [(v - mean) / (std if algorithm.normalize_by_std else 1) for v in values]
 
 
 def draw_group(values: list[tuple[int, int]]) -> ScoredGroup:
@@ -92,7 +104,9 @@ some_groups = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(groups=some_groups, normalize=st.booleans())
 def test_every_estimator_is_what_its_definition_says(name: str, groups: list[ScoredGroup], normalize: bool) -> None:
-    algorithm = AlgorithmConfig(normalize_by_std=normalize)
+    algorithm = AlgorithmConfig(normalize_by_std=normalize, gdpo_weights=GDPO)
+    if name == "maxrl":
+        groups = [replace(each, rewards=np.abs(each.rewards)) for each in groups]
     for given_advantages, expected in zip(
         ESTIMATORS[name](groups, algorithm), exact(name, groups, algorithm), strict=True
     ):
@@ -103,6 +117,7 @@ def test_every_estimator_is_what_its_definition_says(name: str, groups: list[Sco
 @pytest.mark.parametrize("name", WITHIN_GROUPS)
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -7.7, 1e20])
 def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
+    value = abs(value) if name == "maxrl" else value
     for size in (2, 3, 7):
         lengths = list(range(1, size + 1))
         assert advantages(name, group(*[value] * size, lengths=lengths), group(1, 0))[0] == [0.0] * size
@@ -112,9 +127,6 @@ def test_equal_rewards_give_exactly_zero(name: str, value: float) -> None:
 def test_a_batch_of_equal_rewards_gives_exactly_zero(value: float) -> None:
     name = "reinforce_plus_plus_baseline"
     assert advantages(name, group(value, value), group(value, value, lengths=[1, 9])) == [[0, 0], [0, 0]]
-
-
-# -- by name -----------------------------------------------------------------------------------------------------------
 
 
 def test_configs_and_trainer_name_the_same_estimators() -> None:
@@ -128,9 +140,6 @@ def test_an_estimator_of_the_users_own_comes_by_dotted_path() -> None:
         load_estimator("grop")
     with pytest.raises(ValueError, match=r"must be callable with \(groups, algorithm\)"):
         load_estimator("trainer.advantages.estimators:load_estimator")
-
-
-# -- from trajectory groups --------------------------------------------------------------------------------------------
 
 
 def rewarded(*rewards: float | None) -> list[Trajectory]:
@@ -154,7 +163,7 @@ def grpo_of(*groups: list[Trajectory]) -> list[list[float]]:
 
 
 def test_failed_rewards_and_aborted_trajectories_count_in_no_baseline() -> None:
-    """mean(1, 0) = 0.5, whatever the failed ones would have got; the reward of an aborted one is of half an answer."""
+    """The baseline is mean(1, 0) = 0.5, whatever the failed ones would have got; an aborted one has half an answer."""
     assert grpo_of(rewarded(None, 1, None, 0), rewarded(3, 2, 2, 1)) == [[0, 0.5, 0, -0.5], [1, 0, 0, -1]]
     half = make_trajectory([1], [2], reward=9, finish_reason="abort")
     nothing = make_trajectory([1], [], spans=(), finish_reason="abort")
@@ -207,3 +216,21 @@ def test_an_estimator_that_answers_wrongly_is_named(answer: list[FloatArray], me
     algorithm = AlgorithmConfig(advantage="own:estimator")
     with pytest.raises(ValueError, match=f"algorithm.advantage=own:estimator: {message}"):
         estimated(groups, lambda groups, algorithm: answer, algorithm)
+
+
+def test_gdpo_reads_the_rewards_that_its_weights_name() -> None:
+    """The second varies a thousand times as much, and does not count more."""
+    algorithm = AlgorithmConfig(advantage="gdpo", gdpo_weights={"right": 1, "close": 1})
+    metrics = ({"right": 1.0, "close": 0.0}, {"right": 0.0, "close": 1000.0}, {"right": 0.0, "close": 0.0})
+    trajectories = [replace(make_trajectory([1], [7, 8], reward=5.0), reward_metrics=own) for own in metrics]
+    groups, rewards = [make_group(3, trajectories)], [np.full(3, 5.0)]
+    (found,) = group_advantages(groups, rewards, ESTIMATORS["gdpo"], algorithm)
+    assert found[0] == pytest.approx(found[1], abs=1e-5) and found[0] > 0 > found[2]
+    other = replace(algorithm, gdpo_weights={"right": 1, "format": 1})
+    with pytest.raises(ValueError, match=r"the reward of prompt 3 reported right, close, and no 'format'"):
+        group_advantages(groups, rewards, ESTIMATORS["gdpo"], other)
+
+
+def test_maxrl_takes_no_reward_below_0() -> None:
+    with pytest.raises(ValueError, match=r"^algorithm.advantage=maxrl: a reward is -0.5, and may not be below 0$"):
+        ESTIMATORS["maxrl"]([group(1, 0), group(1, -0.5, -0.49)], AlgorithmConfig())

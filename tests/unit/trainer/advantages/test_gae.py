@@ -43,16 +43,8 @@ def test_every_trajectory_is_estimated_alone(
     assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_the_reward_comes_with_the_last_loss_token_of_its_trajectory() -> None:
-    """The second trajectory has no token that is trained."""
-    masks = [True, True], [False], [False, True, False], [True] * 3
-    trajectories = [make_trajectory([1], [2] * len(mask), loss_mask=mask) for mask in masks]
-    assert token_rewards(trajectories, floats(5, 6, 7, 8)).tolist() == [0, 5, 7, 0, 0, 8]
-    assert token_rewards([], floats()).tolist() == []
-
-
 def test_a_turns_reward_comes_with_its_last_loss_token_and_every_branch_ends_with_the_rest() -> None:
-    """Of 5, the turns got 1 and 2. The first turn ends with a token that is not trained."""
+    """The turns got 1 and 2 of the reward of 5. The first turn ends with a token that is not trained."""
     whole = make_trajectory([1], [2] * 4, loss_mask=[True, True, False, True])
     turns = with_sequence(whole, turn_rewards=(TurnReward(3, 1.0, 0), TurnReward(4, 2.0, 1)))
     (branch,) = make_trajectory([1, 2], [3, 3]).sequences
@@ -64,3 +56,17 @@ def test_whitening_by_hand() -> None:
     assert whiten(floats(1, 2, 3)).tolist() == pytest.approx([-1, 0, 1])  # unbiased variance 1
     assert whiten(floats(4, 4)).tolist() == [0, 0]
     assert whiten(floats(4)).tolist() == [0]
+
+
+def test_a_masked_turns_reward_is_nobodys_unless_a_token_came_before() -> None:
+    """Turn 0 got 5 and is masked; turn 1 got 1. In the second trajectory turn 0 is trained, and turn 1 masked."""
+    turns = (TurnReward(3, 5.0, 0), TurnReward(6, 1.0, 1))
+    for mask, expected in (([False] * 3 + [True] * 3, [0, 0, 1]), ([True] * 3 + [False] * 3, [0, 0, 5 + 1])):
+        whole = with_sequence(make_trajectory([1], [2] * 6, loss_mask=mask, reward=6.0), turn_rewards=turns)
+        assert token_rewards([whole], floats(6)).tolist() == expected
+
+
+def test_what_turns_do_not_bring_is_not_their_rounding() -> None:
+    turns = tuple(TurnReward(number + 1, reward, number) for number, reward in enumerate([0.1, 0.2, 0.3]))
+    whole = with_sequence(make_trajectory([1], [2] * 3, reward=0.1 + 0.2 + 0.3), turn_rewards=turns)
+    assert token_rewards([whole], np.array([whole.reward])).tolist() == [0.1, 0.2, 0.3]

@@ -38,7 +38,7 @@ def credit(groups: list[TrajectoryGroup], kl: np.ndarray, **algorithm: Any) -> C
 
 
 def verl_rows(groups: list[TrajectoryGroup], kl: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """token_level_rewards, after apply_kl_penalty, and response_mask: [B, longest]."""
+    """Return verl's token_level_rewards, after apply_kl_penalty, and its response_mask: [B, longest]."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = torch.zeros(len(trajectories), 6, dtype=torch.float64)
     mask = torch.zeros_like(rewards)
@@ -107,3 +107,56 @@ def test_equal_rewards_give_exactly_zero_even_for_a_single_token(advantage: str)
     for group in (make_group(0, [one]), make_group(0, [one] * 3)):
         found = credit([replace(group, greedy=one)], np.zeros(len(group.trajectories), np.float32), advantage=advantage)
         assert not found.tokens.advantages.any()
+
+
+def test_the_optimal_token_baseline_is_verls() -> None:
+    """compute_multi_turn_optimal_token_baseline_advantage of verl 0.9.1: trained tokens end to end, one row for each
+    trajectory, and no baseline where the longest response is alone."""
+    groups, kl = made(2, 4)
+    random = np.random.default_rng(3)
+    logprobs = -random.exponential(size=len(kl)).astype(np.float32)
+    pi = np.exp(logprobs)
+    squares = (pi**2 + random.uniform(size=len(kl)) * (1 - pi) ** 2).astype(np.float32)
+    config = Config(algorithm=AlgorithmConfig(kl_reward_coef=BETA, advantage="otb"))
+    scores = {"kl": kl, "reference_logprobs": kl, "logprobs": logprobs, "squared_probabilities": squares}
+    found = assign_credit(groups, sampled_tokens(groups, 3), scores, config, 3)
+    rewards, mask = verl_rows(groups, kl)
+    lengths = mask.sum(1).int().tolist()
+    energy = torch.zeros_like(rewards)
+    energy[mask.bool()] = torch.from_numpy(1 - 2 * np.exp(logprobs) + squares).double()
+    returns = (rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    path = (energy * mask).cumsum(-1) * mask
+    expected = []
+    for start in range(0, 12, 4):
+        rows = slice(start, start + 4)
+        baseline = (returns[rows] * path[rows]).sum(0) / (path[rows].sum(0) + 1e-8)
+        second, longest = sorted(lengths[rows])[-2:]
+        for row in range(start, start + 4):
+            own = baseline.clone()
+            if lengths[row] == longest > second:
+                own[second:] = 0
+            expected += (returns[row] - own)[: lengths[row]].tolist()
+    np.testing.assert_allclose(found.tokens.advantages, expected, atol=2e-6)
+
+
+def test_a_trajectory_without_a_reward_is_not_in_the_optimal_baseline() -> None:
+    good = [make_trajectory([1], [7, 8], reward=reward) for reward in (1.0, 0.0)]
+    failed = make_trajectory([1], [7, 8, 9], reward=5.0, error="the reward failed")
+    config = Config(algorithm=AlgorithmConfig(advantage="otb"))
+    found = []
+    for trajectories in (good, [good[0], failed, good[1]]):
+        groups = [make_group(0, trajectories)]
+        tokens = sampled_tokens(groups, 3)
+        flat = np.full(len(tokens.targets), -0.5, np.float32)
+        scores = {"logprobs": flat, "squared_probabilities": -flat}
+        found.append(assign_credit(groups, tokens, scores, config, 3).tokens.advantages.tolist())
+    assert found[0] == found[1] == pytest.approx([0.5, 0.5, -0.5, -0.5])
+
+
+def test_rounding_makes_no_energy_of_certain_tokens_negative() -> None:
+    groups = [make_group(0, [make_trajectory([1], [7, 8], reward=reward) for reward in (1.0, 0.0)])]
+    tokens = sampled_tokens(groups, 3)
+    nearly = np.nextafter(np.float32(1), np.float32(0))
+    scores = {"logprobs": np.zeros(4, np.float32), "squared_probabilities": np.array([1, nearly, nearly, nearly])}
+    found = assign_credit(groups, tokens, scores, Config(algorithm=AlgorithmConfig(advantage="otb")), 3)
+    assert found.tokens.advantages.tolist() == [1, 1, 0, 0]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from configs.checkpoint import CheckpointConfig
+from tests.support.checkpoints import write_state
 from tests.support.fakes import settle
-from tests.support.recoveries import run
-from trainer.checkpoint import store
+from tests.support.recoveries import within_deadline
+from trainer.checkpoint import checkpointer, store
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.store import MARKER, CheckpointError, CheckpointStore
+from trainer.checkpoint.store import MARKER, METADATA, CheckpointError, CheckpointStore
 
 
 @dataclass
@@ -40,8 +41,7 @@ class Workers:
         folder, weights = self._staged
         self._happen(f"write {weights}")
         await self.written.wait()
-        folder.mkdir()
-        (folder / "0.distcp").write_text(weights)
+        write_state(folder, {"0.distcp": weights.encode()})
         self._happen(f"written {weights}")
 
     async def model_files(self) -> dict[str, bytes]:
@@ -102,58 +102,78 @@ def test_steps_with_a_checkpoint() -> None:
     assert not any(never.checkpointer.is_due(step) for step in range(1, 36))
 
 
-def test_all_is_of_the_moment_of_staging_and_written_while_training_goes_on(tmp_path: Path) -> None:
+@within_deadline
+async def test_all_is_of_the_moment_of_staging_and_written_while_training_goes_on(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def scenario() -> None:
-        scene.workers.written.clear()
-        scene.store.begin(5)  # and then the run before was killed
-        async with scene.checkpointer:
-            assert scene.names() == []
-            await scene.save(10)
-            await settle()
-            assert scene.workers.events == ["snapshot", "model_files", "stage w10", "write w10"]
-            assert scene.store.newest_good(scene.reports.append) is None
-            scene.workers.written.set()
-        checkpoint = scene.store.newest_good(scene.reports.append)
-        assert checkpoint is not None and checkpoint.global_steps == 10
-        texts = {str(path.relative_to(checkpoint.path)): path.read_text() for path in checkpoint.path.rglob("*.*")}
-        assert texts.pop(MARKER)
-        assert texts == {
-            "train/0.distcp": "w10",
-            "model/config.json": "{}",
-            "rollouts.bin": "groups",
-            "recorder.bin": "counts",
-        }
-        assert scene.workers.events[-2:] == ["written w10", "forget before 10"]
-        gauges = scene.checkpointer.gauges()
-        assert gauges["checkpoint/megabytes"] == (3 + 2 + 6 + 6) / 1e6
-        assert 0 < gauges["checkpoint/seconds"] < 10 and gauges["checkpoint/failures"] == 0
-
-    run(scenario())
+    scene.workers.written.clear()
+    scene.store.begin(5)  # and then the run before was killed
+    async with scene.checkpointer:
+        assert scene.names() == []
+        await scene.save(10)
+        await settle()
+        assert scene.workers.events == ["snapshot", "model_files", "stage w10", "write w10"]
+        assert scene.store.newest_good(scene.reports.append) is None
+        scene.workers.written.set()
+    checkpoint = scene.store.newest_good(scene.reports.append)
+    assert checkpoint is not None and checkpoint.global_steps == 10
+    files = [path for path in checkpoint.path.rglob("*.*") if path.name != METADATA]
+    texts = {str(path.relative_to(checkpoint.path)): path.read_text() for path in files}
+    assert texts.pop(MARKER)
+    assert texts == {
+        "train/0.distcp": "w10",
+        "model/config.json": "{}",
+        "rollouts.bin": "groups",
+        "recorder.bin": "counts",
+    }
+    assert scene.workers.events[-2:] == ["written w10", "forget before 10"]
+    gauges = scene.checkpointer.gauges()
+    assert gauges["checkpoint/megabytes"] == (3 + 2 + 6 + 6 + (checkpoint.train_folder / METADATA).stat().st_size) / 1e6
+    assert 0 < gauges["checkpoint/seconds"] < 10 and gauges["checkpoint/failures"] == 0
     assert scene.reports == []
 
 
-def test_a_save_waits_for_the_one_before_and_older_ones_are_pruned(tmp_path: Path) -> None:
+@within_deadline
+async def test_a_save_waits_for_the_one_before_and_older_ones_are_pruned(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def scenario() -> None:
-        async with scene.checkpointer:
-            await scene.save(10)
-            await scene.save(20)
-            await committed()
-            scene.workers.written.clear()
-            await scene.save(30)
-            fourth = asyncio.create_task(scene.save(35))
-            await settle()
-            assert scene.workers.events[-1] == "write w30", "the fourth has taken nothing yet"
-            scene.workers.written.set()
-            await fourth
-        assert scene.names() == ["step_000030", "step_000035"]
-
-    run(scenario())
+    async with scene.checkpointer:
+        await scene.save(10)
+        await scene.save(20)
+        await committed()
+        scene.workers.written.clear()
+        await scene.save(30)
+        fourth = asyncio.create_task(scene.save(35))
+        await settle()
+        assert scene.workers.events[-1] == "write w30", "the fourth has taken nothing yet"
+        scene.workers.written.set()
+        await fourth
+    assert scene.names() == ["step_000030", "step_000035"]
     assert scene.reports == []
     assert scene.workers.events.count("model_files") == 1
+
+
+@pytest.mark.parametrize("error", [None, "stage w13", "write w13"])
+@within_deadline
+async def test_the_next_step_is_saved_when_somebody_wants_it_who_hears_of_the_end(
+    tmp_path: Path, error: str | None
+) -> None:
+    scene = Scene(tmp_path)
+    if error is not None:
+        scene.workers.errors[error] = CheckpointError("no room")
+    async with scene.checkpointer:
+        wanted = asyncio.create_task(scene.checkpointer.save_next())
+        await settle()
+        scene.workers.written.clear()
+        assert scene.checkpointer.is_due(13) and not wanted.done()
+        scene.workers.weights = "w13"
+        await scene.checkpointer.stage(13)
+        assert scene.checkpointer.is_due(13) == (error != "stage w13") and not scene.checkpointer.is_due(14)
+        scene.checkpointer.commit({})
+        await settle()
+        assert error is not None or not wanted.done()
+        scene.workers.written.set()
+        await wanted
+        assert not scene.checkpointer.is_due(13)
+    assert scene.names() == ([] if error else ["step_000013"])
 
 
 @pytest.mark.parametrize(
@@ -165,32 +185,30 @@ def test_a_save_waits_for_the_one_before_and_older_ones_are_pruned(tmp_path: Pat
         ("written w20", TimeoutError("longer than checkpoint.timeout_s=3"), "longer than checkpoint.timeout_s=3"),
     ],
 )
-def test_workers_that_cannot_save_are_reported_and_counted_and_nothing_is_left(
+@within_deadline
+async def test_workers_that_cannot_save_are_reported_and_counted_and_nothing_is_left(
     tmp_path: Path, event: str, error: Exception, reason: str
 ) -> None:
     scene = Scene(tmp_path)
     scene.workers.errors[event] = error
-
-    async def scenario() -> None:
-        async with scene.checkpointer:
-            if event != "model_files":
-                await scene.save(10)
-            await scene.save(20)
-        before = [] if event == "model_files" else ["step_000010"]
-        assert scene.names() == before
-        assert scene.reports == [f"the checkpoint of step 20 failed: {error}; training goes on"]
-        assert reason in scene.reports[0]
-        assert scene.checkpointer.gauges()["checkpoint/failures"] == 1
-        scene.workers.errors.clear()
-        async with scene.checkpointer:
-            await scene.save(30)
-        assert scene.names() == [*before, "step_000030"]
-
-    run(scenario())
+    async with scene.checkpointer:
+        if event != "model_files":
+            await scene.save(10)
+        await scene.save(20)
+    before = [] if event == "model_files" else ["step_000010"]
+    assert scene.names() == before
+    assert scene.reports == [f"the checkpoint of step 20 failed: {error}; training goes on"]
+    assert reason in scene.reports[0]
+    assert scene.checkpointer.gauges()["checkpoint/failures"] == 1
+    scene.workers.errors.clear()
+    async with scene.checkpointer:
+        await scene.save(30)
+    assert scene.names() == [*before, "step_000030"]
 
 
 @pytest.mark.parametrize("full", ["rollouts", "config", MARKER])
-def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(
+@within_deadline
+async def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
 ) -> None:
     scene, write = Scene(tmp_path), Path.write_bytes
@@ -200,57 +218,55 @@ def test_a_full_disk_is_no_end_of_the_training_and_no_checkpoint(
             raise OSError(28, "No space left on device", str(path))
         write(path, data)
 
-    async def scenario() -> None:
-        async with scene.checkpointer:
-            await scene.save(10)
-            await committed()
-            monkeypatch.setattr(Path, "write_bytes", write_unless_full)
-            await scene.save(20)
-        found = scene.store.newest_good(lambda text: None)
-        assert found is not None and found.global_steps == 10
-        assert "No space left on device" in scene.reports[0]
-        assert scene.workers.events.count("forget before 20") == 0
-
-    run(scenario())
+    async with scene.checkpointer:
+        await scene.save(10)
+        await committed()
+        monkeypatch.setattr(Path, "write_bytes", write_unless_full)
+        await scene.save(20)
+    found = scene.store.newest_good(lambda text: None)
+    assert found is not None and found.global_steps == 10
+    assert "No space left on device" in scene.reports[0]
+    assert scene.workers.events.count("forget before 20") == 0
     assert scene.checkpointer.gauges()["checkpoint/failures"] == 1
 
 
-def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(
+@within_deadline
+async def test_a_disk_that_hangs_is_left_at_the_deadline_and_never_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.5))
     go_on = threading.Event()
     monkeypatch.setattr(store, "sync", lambda path: go_on.wait(10))
-
-    async def scenario() -> None:
-        async with scene.checkpointer:
-            await scene.save(10)
-        assert scene.reports[0] == (
-            "the checkpoint of step 10 failed: storing a checkpoint (seal) took longer than checkpoint.timeout_s=0.5; "
-            "training goes on"
-        )
-        go_on.set()
-
-    run(scenario())
+    async with scene.checkpointer:
+        await scene.save(10)
+    assert scene.reports[0] == (
+        "the checkpoint of step 10 failed: storing a checkpoint (seal) took longer than checkpoint.timeout_s=0.5; "
+        "training goes on"
+    )
+    go_on.set()
     assert scene.store.newest_good(scene.reports.append) is None
 
 
-def test_an_error_of_a_snapshot_ends_the_run(tmp_path: Path) -> None:
+@within_deadline
+async def test_an_error_of_a_snapshot_ends_the_run(tmp_path: Path) -> None:
     def broken() -> bytes:
         raise ZeroDivisionError("in a snapshot")
 
     scene = Scene(tmp_path, rollouts=broken)
     with pytest.raises(ZeroDivisionError, match="in a snapshot"):
-        run(scene.save(10))
+        await scene.save(10)
     assert scene.reports == []
 
 
 @pytest.mark.parametrize("seen_by", ["the end", "the metrics of the next step"])
-def test_an_error_in_the_background_that_is_not_the_savings_own_ends_the_run(tmp_path: Path, seen_by: str) -> None:
+@within_deadline
+async def test_an_error_in_the_background_that_is_not_the_savings_own_ends_the_run(
+    tmp_path: Path, seen_by: str
+) -> None:
     scene = Scene(tmp_path)
     scene.workers.errors["forget before 20"] = ZeroDivisionError("in the background")
 
-    async def scenario() -> None:
+    with pytest.raises(ZeroDivisionError, match="in the background"):
         async with scene.checkpointer:
             await scene.save(20)
             if seen_by != "the end":
@@ -258,19 +274,51 @@ def test_an_error_in_the_background_that_is_not_the_savings_own_ends_the_run(tmp
                 scene.checkpointer.gauges()
                 raise AssertionError("not seen")
 
-    with pytest.raises(ZeroDivisionError, match="in the background"):
-        run(scenario())
 
-
-def test_a_run_that_failed_gives_the_last_save_up(tmp_path: Path) -> None:
+@within_deadline
+async def test_a_run_that_failed_gives_the_last_save_up(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-
-    async def scenario() -> None:
-        scene.workers.written.clear()
-        with pytest.raises(KeyError):
-            async with scene.checkpointer:
-                await scene.save(10)
-                raise KeyError("the run")
-
-    run(scenario())
+    scene.workers.written.clear()
+    with pytest.raises(KeyError):
+        async with scene.checkpointer:
+            await scene.save(10)
+            raise KeyError("the run")
     assert scene.store.newest_good(scene.reports.append) is None
+
+
+@pytest.mark.parametrize("event", ["stage w35", "write w35"])
+@within_deadline
+async def test_the_last_step_is_saved_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """Nothing else holds its weights."""
+    scene = Scene(tmp_path)
+    scene.workers.errors[event] = OSError(28, "No space left on device")
+
+    async def make_room(seconds: float) -> None:
+        del scene.workers.errors[event]
+        scene.workers.weights = "w35"
+
+    async with scene.checkpointer:
+        await scene.save(30)
+        await scene.save(35)
+        await settle()
+        monkeypatch.setattr(checkpointer.asyncio, "sleep", make_room)
+    assert scene.names() == ["step_000030", "step_000035"]
+    assert (tmp_path / "step_000035" / "recorder.bin").read_bytes() == b"counts"
+    (report,) = scene.reports
+    assert report.endswith("No space left on device; it is tried again for checkpoint.timeout_s=1800")
+
+
+@within_deadline
+async def test_a_run_whose_last_step_cannot_be_saved_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointer, "AGAIN_S", 0.01)
+    scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.2))
+    scene.workers.errors["written w35"] = CheckpointError("no room")
+    message = r"^the weights of step 35, the last one, could not be saved within checkpoint\.timeout_s=0\.2: no room$"
+    with pytest.raises(CheckpointError, match=message):
+        async with scene.checkpointer:
+            scene.workers.weights = "w35"
+            await scene.checkpointer.stage(35)
+            scene.checkpointer.commit({"recorder": b"counts"})
+    assert scene.names() == []

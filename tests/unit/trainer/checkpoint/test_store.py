@@ -2,19 +2,25 @@
 whole, and the one it should be."""
 
 import errno
+import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint
 
+from tests.support.checkpoints import write_state
 from trainer.checkpoint import store as store_module
 from trainer.checkpoint.store import (
     MARKER,
+    METADATA,
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -64,11 +70,9 @@ def noted(patch: pytest.MonkeyPatch, act: Callable[[], object], fails_at: int | 
 
 
 def save(store: CheckpointStore, step: int, keep_last: int = 2, keep_every: int | None = None) -> Checkpoint:
-    """As the checkpointer does it; the workers' part is two files in a folder."""
+    """Save as the checkpointer does; the workers' part is two files in a folder."""
     aside = store.begin(step)
-    (aside / "train").mkdir()
-    for rank in range(2):
-        (aside / "train" / f"{rank}.distcp").write_bytes(content(step, rank))
+    write_state(aside / "train", {f"{rank}.distcp": content(step, rank) for rank in range(2)})
     marker = store.seal(aside, step, {"rollouts.bin": content(step, 2), "model/config.json": b"{}"})
     checkpoint = store.publish(aside, step, marker)
     store.prune(keep_last, keep_every, checkpoint)
@@ -84,13 +88,17 @@ def read(checkpoint: Checkpoint) -> list[bytes]:
     return [(checkpoint.path / name).read_bytes() for name in names]
 
 
+def metadata_size(checkpoint: Path) -> int:
+    return (checkpoint / "train" / METADATA).stat().st_size
+
+
 def good(store: CheckpointStore) -> tuple[int | None, list[str]]:
     """(step of the newest good one, what was reported), its content compared with what was written."""
     reports: list[str] = []
     found = store.newest_good(reports.append)
     if found is not None:
         assert read(found) == [content(found.global_steps, name) for name in range(3)]
-        assert found.nbytes == 3 * 50 + 2
+        assert found.nbytes == 3 * 50 + 2 + metadata_size(found.path)
     return None if found is None else found.global_steps, reports
 
 
@@ -101,7 +109,8 @@ def names(store: CheckpointStore) -> list[str]:
 def test_a_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     assert good(store) == (None, [])
-    assert save(store, 20) == Checkpoint(tmp_path / "checkpoints" / "step_000020", 20, 152)
+    path = tmp_path / "checkpoints" / "step_000020"
+    assert save(store, 20) == Checkpoint(path, 20, 152 + metadata_size(path))
     assert good(store) == (20, [])
     save(store, 1_000_000)
     assert good(store) == (1_000_000, [])
@@ -112,7 +121,7 @@ def test_a_checkpoint_is_found_with_what_was_written(tmp_path: Path) -> None:
 def test_a_crash_within_any_operation_of_save_and_prune_leaves_the_old_one_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """With keep_last=1: it prunes what is before it, a half one too."""
+    """The save prunes what is before it (keep_last=1), a half one too."""
     before, old = tmp_path / "before", 20
     for other in (10, 20):
         save(CheckpointStore(before), other)
@@ -146,7 +155,8 @@ def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_marker(
     renamed = events.index(("rename", path))
     aside = tmp_path / events[0][1].name
     synced = {event[1] for event in events[:renamed] if event[0] == "sync"}
-    files = {aside / file for file in ("train/0.distcp", "train/1.distcp", "rollouts.bin", "model/config.json")}
+    written = ("train/.metadata", "train/0.distcp", "train/1.distcp", "rollouts.bin", "model/config.json")
+    files = {aside / file for file in written}
     assert synced == files | {aside, aside / "train", aside / "model"}
     assert events[renamed:] == [
         ("rename", path),
@@ -156,6 +166,80 @@ def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_marker(
         ("rename", path / MARKER),
         ("sync", path),
     ]
+
+
+def no_train(train: Path) -> None:
+    """The train workers wrote on the disk of another machine."""
+    shutil.rmtree(train)
+
+
+def no_metadata(train: Path) -> None:
+    (train / METADATA).unlink()
+
+
+def no_shard(train: Path) -> None:
+    """A rank wrote on the disk of another machine."""
+    (train / "1.distcp").unlink()
+
+
+def short_shard(train: Path) -> None:
+    cut(train / "1.distcp")
+
+
+def no_pickle(train: Path) -> None:
+    (train / METADATA).write_bytes(b"not what ranks write")
+
+
+PARTIAL = {
+    no_train: "train has no .metadata: the train workers' state did not arrive there",
+    no_metadata: "train has no .metadata",
+    no_shard: "train lacks 1.distcp, or a part of it",
+    short_shard: "train lacks 1.distcp, or a part of it",
+    no_pickle: "train/.metadata is not what train workers write",
+}
+
+
+@pytest.mark.parametrize(("damage", "reason"), PARTIAL.items())
+def test_what_lacks_a_part_of_the_trainers_state_is_never_sealed(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 20)
+    aside = store.begin(40)
+    write_state(aside / "train", {f"{rank}.distcp": content(40, rank) for rank in range(2)})
+    damage(aside / "train")
+    with pytest.raises(CheckpointError, match=reason):
+        store.seal(aside, 40, {})
+    assert good(store) == (20, [])
+
+
+@pytest.mark.parametrize(("damage", "reason"), PARTIAL.items())
+def test_such_a_checkpoint_that_an_earlier_version_sealed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], reason: str
+) -> None:
+    store, aside = CheckpointStore(tmp_path), None
+    save(store, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_refuse_partial", lambda train: None)
+        aside = store.begin(40)
+        write_state(aside / "train", {f"{rank}.distcp": content(40, rank) for rank in range(2)})
+        damage(aside / "train")
+        store.publish(aside, 40, store.seal(aside, 40, {}))
+    step, (report,) = good(store)
+    assert step == 20
+    assert f"a checkpoint is refused: {tmp_path}/step_000040/{reason}" in report
+
+
+def test_what_torch_writes_is_whole_without_torch_until_a_byte_of_it_is_cut(tmp_path: Path) -> None:
+    """The driver reads the list of shards as a pickle of classes that it does not import."""
+    state = {"weights": torch.ones(3, dtype=torch.bfloat16), "rng": {"0": torch.get_rng_state()}, "global_steps": 20}
+    store = CheckpointStore(tmp_path)
+    aside = store.begin(20)
+    torch.distributed.checkpoint.save(state, checkpoint_id=aside / "train", no_dist=True)
+    store.seal(aside, 20, {})
+    cut(aside / "train" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="train lacks __0_0.distcp, or a part of it"):
+        store.seal(aside, 20, {})
 
 
 def cut(path: Path) -> None:
@@ -168,7 +252,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-FILES = ["train/0.distcp", "rollouts.bin", "model/config.json", MARKER]
+FILES = ["train/0.distcp", "train/.metadata", "rollouts.bin", "model/config.json", MARKER]
 
 
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
@@ -189,6 +273,26 @@ def test_a_damaged_file_of_any_kind_refuses_the_checkpoint_and_the_one_before_is
     with pytest.raises(CheckpointError):
         verified(tmp_path / "step_000040")
     assert verified(tmp_path / "step_000020").global_steps == 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"global_steps": -1, "files": {}},
+        {"global_steps": "20", "files": {}},
+        {"global_steps": 20, "files": []},
+        {"global_steps": 20, "files": {"a": 3}},
+        {"global_steps": 20, "files": {"a": [3, "0"]}},
+        {"files": {}},
+        [],
+    ],
+)
+def test_a_marker_that_says_something_else_is_refused_whatever_its_checksum(content: Any, tmp_path: Path) -> None:
+    text = json.dumps(content, sort_keys=True).encode()
+    marker = json.dumps({"content": content, "crc32": zlib.crc32(text)}, sort_keys=True, indent=1)
+    (tmp_path / MARKER).write_text(marker)
+    with pytest.raises(CheckpointError, match="COMPLETE.json is not what was written"):
+        verified(tmp_path)
 
 
 def test_a_flipped_bit_anywhere_in_the_marker_is_seen(tmp_path: Path) -> None:
@@ -234,7 +338,7 @@ def test_prune_keeps_the_last_and_the_multiples(
 
 
 def test_prune_never_removes_what_was_saved_last(tmp_path: Path) -> None:
-    """After a run went back to step 10, which is older than what it left behind."""
+    """The run went back to step 10, which is older than what it left behind."""
     store = CheckpointStore(tmp_path)
     for step in (10, 80, 90):
         save(store, step)
@@ -296,3 +400,43 @@ def test_a_disk_that_fails_for_a_moment_condemns_no_checkpoint(
         with pytest.raises(UnreadableCheckpointError, match=f"{name} cannot be read: .*Input/output error"):
             store.newest_good([].append)
     assert good(store) == (40, [])
+
+
+def test_a_flush_reaches_the_disk_for_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `sync` that the other tests count is one fsync of that very file or folder, which is closed again."""
+    flushed: list[tuple[int, int]] = []
+    fsync = os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        flushed.append((status.st_dev, status.st_ino))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    file = tmp_path / "file"
+    file.write_bytes(b"1")
+    open_before = len(os.listdir("/proc/self/fd"))
+    for path in (file, tmp_path):
+        store_module.sync(path)
+        assert flushed.pop() == (path.stat().st_dev, path.stat().st_ino) and not flushed
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+@pytest.mark.parametrize("way", ["prune", "publish", "abandon"])
+def test_a_checkpoint_that_is_removed_loses_its_marker_first_and_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Until all of it is gone, what a crash leaves is no checkpoint: a marker beside missing files would be a damaged
+    one, which is reported and read for nothing."""
+    store = CheckpointStore(tmp_path)
+    first, newest = save(store, 1), save(store, 2)
+    if way == "publish":
+        aside = store.begin(1)
+        write_state(aside / "train", {"0.distcp": b"1"})
+        marker = store.seal(aside, 1, {"a.bin": b"1"})
+        events = noted(monkeypatch, lambda: store.publish(aside, 1, marker))
+    elif way == "prune":
+        events = noted(monkeypatch, lambda: store.prune(1, None, newest))
+    else:
+        events = noted(monkeypatch, lambda: store.abandon(first.path))
+    assert events[:3] == [("unlink", first.path / MARKER), ("sync", first.path), ("rmtree", first.path)]

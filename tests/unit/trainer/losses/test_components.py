@@ -10,15 +10,13 @@ from torch import Tensor
 from configs.data import SftConfig
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
 from rollout.types import TrajectoryGroup
-from tests.support.batches import ALGORITHMS, STEP, credited
-from tests.support.given import demonstration, random_demonstrations
+from tests.support.batches import ALGORITHMS, STEP, credited, run_objective
+from tests.support.demonstrations import demonstration, random_demonstrations
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import StepBatch
-from trainer.losses.objective import Objective
-from trainer.metrics import merge_metrics, to_floats
 from trainer.mini_batches import mini_batched
 from trainer.supervised.demonstrations import beside, supervised_batch
-from trainer.tokens import TokenSignals, given_tokens
+from trainer.tokens import TokenSignals, demonstration_tokens
 
 SPLITS = [(Layout.packed, 1, 10_000), (Layout.packed, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 COEF = 0.3
@@ -62,34 +60,27 @@ def outputs(num_tokens: int) -> tuple[Tensor, Tensor]:
 def run(
     batch: StepBatch, config: Config, logprobs: Tensor, entropies: Tensor
 ) -> tuple[float, Tensor, dict[str, float]]:
-    """(objective, its gradient in the logprobs of the step's tokens, metrics)"""
-    objective, total, parts = Objective(config.algorithm), 0.0, []
-    logprobs = logprobs.clone().requires_grad_()
-    for micro_batch in (one for of_rank in batch.micro_batches for one in of_rank):
-        index = torch.from_numpy(micro_batch.index)
-        share = objective(logprobs[index], entropies[index], micro_batch)
-        share.loss.backward()
-        total += share.loss.item()
-        assert len(share.is_clipped) == len(share.is_kept) == len(index)
-        parts.append(share.metrics)
-    assert logprobs.grad is not None
-    return total, logprobs.grad, to_floats(merge_metrics(parts))
+    """Return the objective, its gradient in the logprobs of the step's tokens, and the metrics."""
+    total, gradient, _, metrics = run_objective(batch, config.algorithm, logprobs, entropies)
+    return total, gradient, metrics
 
 
-def signals(sampled: list[TrajectoryGroup], given: list[TrajectoryGroup], algorithm: AlgorithmConfig) -> TokenSignals:
-    return beside(sampled, credited(sampled, algorithm), given)[1]
+def signals(
+    sampled: list[TrajectoryGroup], demonstrations: list[TrajectoryGroup], algorithm: AlgorithmConfig
+) -> TokenSignals:
+    return beside(sampled, credited(sampled, algorithm), demonstrations)[1]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_with_demonstrations_alone_it_is_the_mean_cross_entropy_of_what_is_learned(
     split: tuple[Layout, int, int],
 ) -> None:
-    given = random_demonstrations(0, 9)
-    num_tokens = len(given_tokens(given).targets)
+    demonstrations = random_demonstrations(0, 9)
+    num_tokens = len(demonstration_tokens(demonstrations).targets)
     logprobs, entropies = outputs(num_tokens)
     config = replace(config_of(AlgorithmConfig(), *split))
     config = replace(config, algorithm=replace(config.algorithm, ce_coef=1.0))
-    batch = supervised_batch(given, config, 0)
+    batch = supervised_batch(demonstrations, config, 0)
     assert batch.num_trained == batch.num_tokens == num_tokens
     total, gradient, metrics = run(batch, config, logprobs, entropies)
     assert total == pytest.approx(-logprobs.mean().item(), rel=1e-6)
@@ -100,53 +91,39 @@ def test_with_demonstrations_alone_it_is_the_mean_cross_entropy_of_what_is_learn
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_component_is_what_it_would_be_without_the_other(name: str) -> None:
     """Loss, gradient and metrics of what was sampled, whatever the layout and the ranks."""
-    algorithm, sampled, given = ALGORITHMS[name], random_groups(1), random_demonstrations(2, 5)
+    algorithm, sampled, demonstrations = ALGORITHMS[name], random_groups(1), random_demonstrations(2, 5)
     tokens = credited(sampled, algorithm)
-    num_sampled, num_given = len(tokens.targets), len(given_tokens(given).targets)
-    logprobs, entropies = outputs(num_sampled + num_given)
+    num_sampled, num_learned = len(tokens.targets), len(demonstration_tokens(demonstrations).targets)
+    logprobs, entropies = outputs(num_sampled + num_learned)
     plain = config_of(algorithm)
     alone = run(mini_batched(sampled, tokens, plain, STEP), plain, logprobs[:num_sampled], entropies[:num_sampled])
     assert alone[1].any()
     for split in SPLITS:
         config = config_of(algorithm, *split)
-        batch = mini_batched(*beside(sampled, tokens, given), config, STEP)
+        batch = mini_batched(*beside(sampled, tokens, demonstrations), config, STEP)
         total, gradient, metrics = run(batch, config, logprobs, entropies)
         ce_loss = -logprobs[num_sampled:].mean().item()
         assert total == pytest.approx(alone[0] + COEF * ce_loss, rel=1e-6)
         torch.testing.assert_close(gradient[:num_sampled], alone[1], rtol=1e-6, atol=1e-12)
-        of_given = torch.full_like(gradient[num_sampled:], -COEF / num_given)
-        torch.testing.assert_close(gradient[num_sampled:], of_given, rtol=1e-6, atol=0)
+        of_demonstrations = torch.full_like(gradient[num_sampled:], -COEF / num_learned)
+        torch.testing.assert_close(gradient[num_sampled:], of_demonstrations, rtol=1e-6, atol=0)
         assert metrics.pop("actor/ce_loss") == pytest.approx(ce_loss)
-        assert metrics.pop("actor/ce_tokens") == num_given
+        assert metrics.pop("actor/ce_tokens") == num_learned
         assert metrics == pytest.approx(alone[2], rel=1e-6)
 
 
-def test_without_demonstrations_nothing_is_selected() -> None:
-    """The arithmetic of a batch that has none is the one before there were any."""
-    sampled, algorithm = random_groups(3), ALGORITHMS["everything at once"]
-    tokens, config = credited(sampled, algorithm), config_of(algorithm)
-    assert tokens.ce_weights is None
-    batch = mini_batched(sampled, tokens, config, STEP)
-    zeros = replace(tokens, ce_weights=np.zeros(len(tokens.targets), np.float32))
-    with_zeros = mini_batched(sampled, zeros, config, STEP)
-    logprobs, entropies = outputs(len(tokens.targets))
-    found, expected = (run(one, config, logprobs, entropies) for one in (with_zeros, batch))
-    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
-    assert {key: found[2][key] for key in expected[2]} == expected[2]
-
-
 def test_a_mini_batch_has_its_share_of_both_and_divides_each_by_what_it_holds() -> None:
-    algorithm, sampled, given = AlgorithmConfig(), random_groups(4), random_demonstrations(5, 4)
-    groups, tokens = beside(sampled, credited(sampled, algorithm), given)
+    algorithm, sampled, demonstrations = AlgorithmConfig(), random_groups(4), random_demonstrations(5, 4)
+    groups, tokens = beside(sampled, credited(sampled, algorithm), demonstrations)
     batch = mini_batched(groups, tokens, config_of(algorithm, parts=2), STEP)
     assert len(batch.optimizer_steps) == 2
     for part in batch.optimizer_steps:
         of_part = [batch.micro_batches[0][place].tokens for place in part]
-        ce_weights = np.concatenate([one.ce_weights for one in of_part if one.ce_weights is not None])
+        ce_weights = np.concatenate([tokens.ce_weights for tokens in of_part if tokens.ce_weights is not None])
         learned = ce_weights[ce_weights != 0]
         assert len(learned) and learned == pytest.approx(np.full(len(learned), 1 / len(learned)))
-        assert sum(one.loss_weights.sum() for one in of_part) > 0
-        sampled_weights = np.concatenate([one.loss_weights for one in of_part])
+        assert sum(tokens.loss_weights.sum() for tokens in of_part) > 0
+        sampled_weights = np.concatenate([tokens.loss_weights for tokens in of_part])
         assert len(set(sampled_weights[sampled_weights != 0].tolist())) == 1
 
 
@@ -160,7 +137,7 @@ def test_demonstrations_do_not_move_the_groups_between_mini_batches() -> None:
         mine = [
             {int(i) for place in part for i in batch.micro_batches[0][place].index} for part in batch.optimizer_steps
         ]
-        return [{place for place in one if place < len(tokens.targets)} for one in mine]
+        return [{place for place in part if place < len(tokens.targets)} for part in mine]
 
     assert places(mixed) == places(alone)
 
@@ -168,8 +145,11 @@ def test_demonstrations_do_not_move_the_groups_between_mini_batches() -> None:
 def test_signals_that_one_side_lacks_are_0_on_the_other_and_numbers_do_not_meet() -> None:
     """The last trajectory of the groups has no token, and still has its number."""
     algorithm = ALGORITHMS["everything at once"]
-    sampled, given = random_groups(8), [demonstration([5], [([6, 7], True)]), demonstration([8], [([9], True)])]
-    tokens = signals(sampled, given, algorithm)
+    sampled, demonstrations = (
+        random_groups(8),
+        [demonstration([5], [([6, 7], True)]), demonstration([8], [([9], True)])],
+    )
+    tokens = signals(sampled, demonstrations, algorithm)
     assert tokens.targets[-3:].tolist() == [6, 7, 9]
     assert tokens.trajectories[-3:].tolist() == [16, 16, 17], "of sixteen trajectories"
     assert tokens.reference_logprobs is not None and tokens.ce_weights is not None

@@ -17,6 +17,7 @@ from trainer.losses.importance import (
     proximal_logprobs,
     resolve,
     sequence_weights,
+    version_metrics,
 )
 from trainer.losses.policy import LossTokens
 from trainer.metrics import to_floats
@@ -33,8 +34,6 @@ def ratios(*values: float, lengths: list[int] | None = None) -> LossTokens:
     return make_tokens(logprobs, logprobs, [1.0] * len(values), lengths=lengths, rollout_logprobs=rollout_logprobs)
 
 
-# -- the proximal policy -----------------------------------------------------------------------------------------------
-
 FRESH = torch.zeros(2, dtype=torch.int64)
 
 
@@ -47,7 +46,8 @@ def test_the_proximal_policy_is_the_rollouts_or_the_current_one_without_gradient
 
 
 def test_the_interpolated_policy_lies_one_step_before_the_current_one() -> None:
-    """On the log-linear way from mu to pi: at once there for 0 and 1 steps, half way for 2, three quarters for 4."""
+    """The policy lies on the log-linear way from mu to pi: at mu for 0 and 1 steps, half way for 2, three quarters
+    for 4."""
     logprobs = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
     rollout_logprobs = torch.full((5,), -3.0, dtype=torch.float64)
     found = proximal_logprobs(logprobs, rollout_logprobs, torch.tensor([0, 1, 2, 4, 5]), Proximal.interpolated)
@@ -55,7 +55,30 @@ def test_the_interpolated_policy_lies_one_step_before_the_current_one() -> None:
     assert not found.requires_grad
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
+def test_the_exact_policy_is_what_its_own_version_says_and_else_the_current_one() -> None:
+    logprobs, rollout_logprobs = log(0.5, 0.25).requires_grad_(), log(0.4, 0.3)
+    scored = torch.tensor([-2.0, torch.nan], dtype=torch.float64)
+    found = proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.exact, scored)
+    assert found.tolist() == [-2.0, logprobs[1].item()] and not found.requires_grad
+    assert torch.equal(proximal_logprobs(logprobs, rollout_logprobs, FRESH, Proximal.exact), logprobs)
+
+
+def test_mismatch_and_staleness_are_the_two_parts_of_the_gap() -> None:
+    """Two tokens with log mu, log pi_old, log pi before the step of (-3, -2, -1) and (-1, -1.5, -2.5); pi has moved."""
+    rollout_logprobs, old, before, logprobs = torch.tensor([[-3.0, -1], [-2, -1.5], [-1, -2.5], [-9, -9]]).double()
+    tokens = make_tokens(logprobs, old, [1.0, 1.0], rollout_logprobs=rollout_logprobs)
+    metrics = to_floats(version_metrics(tokens, before))
+    assert metrics == pytest.approx(
+        {
+            "mismatch/kl": (-1 + 0.5) / 2,
+            "mismatch/k3_kl": (math.e - 2 + math.exp(-0.5) - 0.5) / 2,
+            "mismatch/logprob_diff_mean": (1 + 0.5) / 2,
+            "mismatch/logprob_diff_max": 1,
+            "staleness/kl": (-1 + 1) / 2,
+        }
+    )
+    gap = to_floats(gap_metrics(replace(tokens, logprobs=before), 2.0))
+    assert gap["actor/rollout_kl"] == pytest.approx(metrics["mismatch/kl"] + metrics["staleness/kl"])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +114,7 @@ def test_with_the_rollouts_policy_as_proximal_every_weight_is_exactly_one(weight
 
 
 def test_the_weights_of_gmpo_are_the_geometric_mean_of_each_trajectory() -> None:
-    """verl's geo_mean: exp(mean log(w + 1e-10)), after truncation."""
+    """The mean is verl's geo_mean: exp(mean log(w + 1e-10)), after truncation."""
     tokens = ratios(1.5, 0.25, 3.0, 1.0, 4.0, lengths=[2, 3])
     token = importance_weights(tokens, Weights.token, AlgorithmConfig(importance_cap=2.0))
     expected = [(1.5 * 0.25) ** (1 / 2)] * 2 + [(2 * 1 * 2) ** (1 / 3)] * 3
@@ -99,8 +122,6 @@ def test_the_weights_of_gmpo_are_the_geometric_mean_of_each_trajectory() -> None
     icepop = importance_weights(tokens, Weights.icepop, AlgorithmConfig(icepop_low=0.5, icepop_high=5.0))
     assert sequence_weights(icepop, tokens)[0].item() == pytest.approx((1.5 * 1e-10) ** (1 / 2))
 
-
-# -- rejection ---------------------------------------------------------------------------------------------------------
 
 # Two trajectories: r = 2, 0.5, 1.25 (product 1.25) and 4, 1 (product 4, geometric mean 2).
 # k2 of 2, 0.5, 1.25, 4: 0.2402, 0.2402, 0.0249, 0.9609. k3 = r - 1 - log r: 0.3069, 0.1931, 0.0269, 1.6137; of 1: 0.
@@ -114,8 +135,10 @@ KEPT: dict[Rejection, list[tuple[float | None, float, list[bool]]]] = {
     Rejection.seq_mean_k1: [(0.9, 1.9, [True] * 3 + [False] * 2), (1.0, 1.07, [False] * 5), (1.0, 2.1, [True] * 5)],
     Rejection.seq_mean_k2: [(None, 0.17, [True] * 3 + [False] * 2), (None, 0.16, [False] * 5)],
     Rejection.seq_mean_k3: [(None, 0.18, [True] * 3 + [False] * 2), (None, 0.17, [False] * 5)],
+    Rejection.seq_max_k1: [(0.6, 4.1, [False] * 3 + [True] * 2), (0.4, 2.1, [True] * 3 + [False] * 2)],
     Rejection.seq_max_k2: [(None, 0.25, [True] * 3 + [False] * 2), (None, 0.24, [False] * 5)],
     Rejection.seq_max_k3: [(None, 0.31, [True] * 3 + [False] * 2), (None, 0.30, [False] * 5), (None, 1.62, [True] * 5)],
+    Rejection.opsm: [(None, 1e-3, [True] * 5)],  # every advantage is 1
 }
 
 
@@ -127,8 +150,15 @@ def test_rejection_by_hand(rejection: Rejection) -> None:
         assert is_kept(tokens, spec).tolist() == expected, (low, high)
 
 
+def test_opsm_leaves_out_bad_tokens_of_sequences_that_became_unlikely() -> None:
+    """The mean of -log r of the first sequence is log(1/0.5) / 2 = 0.35, of the second -0.35."""
+    tokens = replace(ratios(0.5, 1.0, 2.0, 1.0, lengths=[2, 2]), advantages=log(1, 0.5, 0.5, 0.5))
+    for high, expected in ((0.34, [True, False, True, True]), (0.35, [True] * 4)):
+        assert is_kept(tokens, CorrectionSpec(rejection=Rejection.opsm, high=high)).tolist() == expected
+
+
 def test_rejection_looks_at_the_policy_that_learns_whatever_the_proximal_one() -> None:
-    """With proximal=rollout all weights are 1, and r = pi / mu is rejected all the same."""
+    """All weights are 1 where proximal=rollout, and r = pi / mu is rejected all the same."""
     rollout_logprobs = log(0.2, 0.2)
     tokens = make_tokens(log(0.2, 0.8), rollout_logprobs, [1.0, 1.0], rollout_logprobs=rollout_logprobs)
     assert is_kept(tokens, CorrectionSpec(Weights.none, Rejection.token_k1, 0.5, 2.0)).tolist() == [True, False]
@@ -140,9 +170,6 @@ def test_verls_bounds_of_k1_are_of_the_inverse_ratio() -> None:
     spec = CorrectionSpec(Weights.none, Rejection.token_k1, 1 / 1.4, 1 / 0.6)
     k1 = [-math.log(value) for value in values]
     assert is_kept(ratios(*values), spec).tolist() == [math.log(0.6) <= value <= math.log(1.4) for value in k1]
-
-
-# -- presets -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,17 +199,15 @@ def test_presets_and_what_overrides_them(given: dict[str, object], expected: Cor
     assert resolve(replace(AlgorithmConfig(), **given)) == expected  # pyright: ignore[reportArgumentType]
 
 
-# -- metrics -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_gap_by_hand() -> None:
-    """r = 2, 0.5 in one trajectory, 4 in another."""
+    """The ratios are 2 and 0.5 in one trajectory, and 4 in another."""
     metrics = to_floats(gap_metrics(ratios(2, 0.5, 4, lengths=[2, 1]), cap=1.9))
     assert metrics == pytest.approx(
         {
             "actor/rollout_kl": -2 * math.log(2) / 3,
             "actor/rollout_logprob_diff_max": math.log(4),
             "actor/ess": 6.5**2 / (3 * 20.25),
+            "actor/sequence_ess": 5**2 / (2 * 17),
             "correction/k3_kl": (6.5 - 3 - 2 * math.log(2)) / 3,
             "correction/ppl_ratio": (1 + 0.25) / 2,
             "correction/ratio_fraction_high": 2 / 3,
@@ -192,7 +217,7 @@ def test_the_gap_by_hand() -> None:
 
 
 def test_the_gap_of_far_away_policies_is_a_number() -> None:
-    """exp(60) squared is beyond float32."""
+    """The square of exp(60) is beyond float32."""
     tokens = make_tokens(torch.zeros(3), torch.zeros(3), [1.0] * 3, rollout_logprobs=torch.tensor([-60.0, 60.0, 0.0]))
     metrics = to_floats(gap_metrics(tokens, cap=2.0))
     assert all(math.isfinite(value) for value in metrics.values())

@@ -1,88 +1,35 @@
 """The parts of the objective put together, and that no split of a step changes loss, gradient or metrics."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from configs.algorithm import Correction, KLEstimator, LossAggregation, Proximal
 from configs.schema import AlgorithmConfig, Config, Layout
-from rollout.types import TrajectoryGroup, VersionSpan
-from tests.support.batches import ALGORITHMS, STEP, credited, split
+from tests.support.batches import ALGORITHMS, STEP, credited, near_policy, ragged_groups, run_objective, split
 from tests.support.reference import make_group, make_trajectory
-from tests.support.sequences import only, with_sequence
-from trainer.advantages.credit import assign_credit
-from trainer.batch import StepBatch, assemble
-from trainer.losses.objective import Objective, kl_estimate, load_policy_loss, loss_tokens
-from trainer.metrics import Metric, merge_metrics, to_floats
+from trainer.advantages.credit import assign_credit, keeps_idle
+from trainer.batch import assemble
+from trainer.losses.objective import kl_estimate, load_policy_loss, loss_tokens
 from trainer.tokens import sampled_tokens
-
-
-def random_groups(seed: int) -> list[TrajectoryGroup]:
-    """Six groups of four ragged trajectories with holes in their masks, of weights 0 to 4 steps old; one all solved."""
-    random = np.random.default_rng(seed)
-    groups = []
-    for ordinal in range(6):
-        trajectories = []
-        for index in range(4):
-            length = int(random.integers(1, 7))
-            trajectories.append(
-                make_trajectory(
-                    [1] * int(random.integers(1, 4)),
-                    random.integers(4, 60, length).tolist(),
-                    loss_mask=random.random(length) < 0.8,
-                    rollout_logprobs=random.uniform(-3, -0.1, length),
-                    spans=(VersionSpan(0, 1, STEP - 4), VersionSpan(1, length, STEP - ordinal % 3)),
-                    reward=1.0 if ordinal == 5 else float(random.integers(0, 3)) + index,
-                )
-            )
-        groups.append(
-            make_group(ordinal, [with_sequence(t, prompt_ids=only(trajectories[0]).prompt_ids) for t in trajectories])
-        )
-    return groups
-
-
-def run(
-    batch: StepBatch, algorithm: AlgorithmConfig, logprobs: Tensor, entropies: Tensor
-) -> tuple[float, Tensor, Tensor, dict[str, float]]:
-    """(objective, its gradient in the logprobs and in the entropies of the step's tokens, metrics)"""
-    objective, total = Objective(algorithm), 0.0
-    logprobs, entropies = logprobs.clone().requires_grad_(), entropies.clone().requires_grad_()
-    parts: list[dict[str, Metric]] = []
-    for micro_batch in (b for rank in batch.micro_batches for b in rank):
-        index = torch.from_numpy(micro_batch.index)
-        loss, metrics, _, _ = objective(logprobs[index], entropies[index], micro_batch)
-        loss.backward()
-        total += loss.item()
-        parts.append(metrics)
-    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (logprobs, entropies)]
-    return total, gradients[0], gradients[1], to_floats(merge_metrics(parts))
-
-
-def policy_outputs(groups: list[TrajectoryGroup], spread: float = 0.3) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropies) of a policy near the one that sampled."""
-    rollout_logprobs = torch.from_numpy(sampled_tokens(groups, STEP).rollout_logprobs).double()
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(len(rollout_logprobs), generator=generator, dtype=torch.float64)
-    return (rollout_logprobs + spread * noise).clamp(max=-0.01), noise.abs()
-
 
 SPLITS = [(Layout.packed, 1, 1), (Layout.packed, 3, 20), (Layout.tree, 1, 40), (Layout.tree, 4, 1)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_split_changes_the_objective_its_gradient_or_the_metrics(name: str) -> None:
-    groups, algorithm = random_groups(0), ALGORITHMS[name]
-    outputs = policy_outputs(groups)
-    whole = run(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, *outputs)
+    groups, algorithm = ragged_groups(0), ALGORITHMS[name]
+    outputs = near_policy(groups)
+    whole = run_objective(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, *outputs)
     assert whole[1].any()
     for layout, num_ranks, budget in SPLITS:
         batch = split(groups, algorithm, layout, num_ranks, budget)
         assert sum(len(rank) for rank in batch.micro_batches) > 1
-        found = run(batch, algorithm, *outputs)
+        found = run_objective(batch, algorithm, *outputs)
         assert found[0] == pytest.approx(whole[0], rel=1e-9)
         torch.testing.assert_close(found[1], whole[1], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(found[2], whole[2], rtol=1e-9, atol=1e-12)
@@ -99,10 +46,10 @@ def test_everything_at_once_by_the_formula() -> None:
         kl_loss_coef=0.1,
         kl_loss_estimator=KLEstimator.k2,
     )
-    groups = random_groups(1)
-    logprobs, entropies = policy_outputs(groups)
+    groups = ragged_groups(1)
+    logprobs, entropies = near_policy(groups)
     batch = split(groups, algorithm, Layout.tree, 2, 30)
-    total, gradient, entropy_gradient, metrics = run(batch, algorithm, logprobs, entropies)
+    total, gradient, entropy_gradient, metrics = run_objective(batch, algorithm, logprobs, entropies)
     tokens = credited(groups, algorithm)
     assert tokens.reference_logprobs is not None
     expected, expected_gradient, num_rejected = 0.0, np.zeros(len(logprobs)), 0
@@ -128,12 +75,39 @@ def test_everything_at_once_by_the_formula() -> None:
     ) == pytest.approx(expected, rel=1e-6)
 
 
+def test_stale_tokens_are_clipped_by_staleness_and_weighed_by_the_mismatch() -> None:
+    """With proximal=exact: min(pi_old / mu, cap) on a ratio pi / pi_old, in plain floats; and pi_old is pi where the
+    token is not scored."""
+    algorithm = AlgorithmConfig(proximal=Proximal.exact, importance_cap=1.3)
+    groups = ragged_groups(1)
+    logprobs, entropies = near_policy(groups)
+    tokens = credited(groups, algorithm)
+    scored = tokens.rollout_logprobs + 0.3 * np.cos(np.arange(len(tokens.targets)))
+    scored[::3] = np.nan
+    tokens = replace(tokens, old_logprobs=scored.astype(np.float32))
+    batch = assemble(
+        groups, tokens, layout=Layout.tree, num_ranks=2, tokens_per_micro_batch=30, keep_idle=keeps_idle(algorithm)
+    )
+    total, _, _, metrics = run_objective(batch, algorithm, logprobs, entropies)
+    expected, weights, clipped = 0.0, list[float](), 0
+    for i in np.flatnonzero(tokens.advantages):
+        old = float(logprobs[i]) if np.isnan(scored[i]) else float(tokens.old_logprobs[i])  # pyright: ignore
+        weights.append(min(math.exp(old - float(tokens.rollout_logprobs[i])), 1.3))
+        ratio, advantage = math.exp(float(logprobs[i]) - old), float(tokens.advantages[i])
+        bounded = min(ratio, 1.28) if advantage > 0 else min(max(ratio, 0.8), 3.0)
+        clipped += bounded != ratio
+        expected -= weights[-1] * bounded * advantage * float(tokens.loss_weights[i])
+    assert clipped and metrics["actor/importance_weight"] == pytest.approx(np.mean(weights), rel=1e-6)
+    assert total == pytest.approx(expected, rel=1e-6)
+    assert metrics["mismatch/kl"] + metrics["staleness/kl"] == pytest.approx(metrics["actor/rollout_kl"], abs=1e-7)
+
+
 def test_gmpo_weighs_a_trajectory_by_one_number() -> None:
-    """With the current policy as pi_old every ratio is 1, so that the loss is the mean of -A w."""
+    """Every ratio is 1 where the current policy is pi_old, so that the loss is the mean of -A w."""
     algorithm = AlgorithmConfig(loss="gmpo", proximal=Proximal.current, correction=Correction.token_is)
-    groups = random_groups(2)
-    logprobs, entropies = policy_outputs(groups, spread=1.0)
-    found = run(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, logprobs, entropies)[0]
+    groups = ragged_groups(2)
+    logprobs, entropies = near_policy(groups, spread=1.0)
+    found = run_objective(split(groups, algorithm, Layout.packed, 1, 10_000), algorithm, logprobs, entropies)[0]
     tokens = credited(groups, algorithm)
     weights = np.exp(logprobs.numpy() - tokens.rollout_logprobs).clip(max=2)
     expected = []
@@ -144,7 +118,7 @@ def test_gmpo_weighs_a_trajectory_by_one_number() -> None:
 
 
 def test_solved_groups_are_computed_only_where_something_besides_the_advantage_teaches() -> None:
-    groups = random_groups(2)
+    groups = ragged_groups(2)
     for algorithm, is_kept in (
         (AlgorithmConfig(), False),
         (AlgorithmConfig(loss="clip_cov"), False),
@@ -158,8 +132,6 @@ def test_solved_groups_are_computed_only_where_something_besides_the_advantage_t
         computed = sum(len(b.index) for b in batch.micro_batches[0])
         assert computed == (len(tokens.targets) if is_kept else int((tokens.trajectories < 20).sum())), algorithm
 
-
-# -- a loss of the user's own ------------------------------------------------------------------------------------------
 
 OWN = """
 def twice(tokens, algorithm):
@@ -180,10 +152,10 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_loss_by_dotted_path_is_used(own: str) -> None:
-    groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:twice")
-    outputs = policy_outputs(groups)
+    groups, algorithm = ragged_groups(3), AlgorithmConfig(loss=f"{own}:twice")
+    outputs = near_policy(groups)
     batch = split(groups, algorithm, Layout.packed, 1, 100)
-    _, gradient, _, metrics = run(batch, algorithm, *outputs)
+    _, gradient, _, metrics = run_objective(batch, algorithm, *outputs)
     tokens = credited(groups, algorithm)
     np.testing.assert_allclose(gradient.numpy(), -2 * tokens.advantages * tokens.loss_weights, rtol=1e-6)
     assert metrics["actor/pg_clipfrac"] == pytest.approx((tokens.advantages > 0).mean())
@@ -193,9 +165,9 @@ def test_a_loss_by_dotted_path_is_used(own: str) -> None:
     ("function", "returned"), [("only_loss", r"\[\[\d+\]\]"), ("mean", r"\[\[\], \[\d+\]\]")], ids=["one", "scalar"]
 )
 def test_a_loss_that_returns_something_else_is_told_what_it_must_return(own: str, function: str, returned: str) -> None:
-    groups, algorithm = random_groups(3), AlgorithmConfig(loss=f"{own}:{function}")
+    groups, algorithm = ragged_groups(3), AlgorithmConfig(loss=f"{own}:{function}")
     with pytest.raises(TypeError, match=rf"algorithm.loss={own}:{function}: must return .*but returned {returned}"):
-        run(split(groups, algorithm, Layout.packed, 1, 1000), algorithm, *policy_outputs(groups))
+        run_objective(split(groups, algorithm, Layout.packed, 1, 1000), algorithm, *near_policy(groups))
 
 
 def test_a_loss_with_another_signature_is_refused(own: str) -> None:
@@ -204,7 +176,7 @@ def test_a_loss_with_another_signature_is_refused(own: str) -> None:
 
 
 def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> None:
-    """Of tokens that are 2 versions of 3 steps old, log pi_old is 6 / 7 of the way to pi at step 7."""
+    """Tokens that are 2 versions of 3 steps old have a log pi_old that is 6 / 7 of the way to pi at step 7."""
     group = make_group(0, [make_trajectory([1], [7], rollout_logprobs=[-3], reward=reward) for reward in (0.0, 1.0)])
     algorithm = AlgorithmConfig(proximal=Proximal.interpolated)
     tokens = sampled_tokens([group], global_steps=7, interval=3)
@@ -217,9 +189,6 @@ def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> No
     assert found.old_logprobs.tolist() == pytest.approx([-3 + 6 / 7 * 2] * 2)
 
 
-# -- estimators of the KL ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("estimator", "values", "gradients"),
     [
@@ -229,7 +198,7 @@ def test_the_interpolated_policy_counts_optimizer_steps_and_not_versions() -> No
     ],
 )
 def test_kl_estimates_by_hand(estimator: KLEstimator, values: list[float], gradients: list[float]) -> None:
-    """d = log pi - log pi_ref = 0.5, 0, -1."""
+    """The differences log pi - log pi_ref are 0.5, 0 and -1."""
     logprobs = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.5, -2.0, -2.0], dtype=torch.float64)
     found = kl_estimate(logprobs, reference, estimator)

@@ -10,7 +10,7 @@ from trainer.losses.objective import load_policy_loss
 
 
 def test_a_token_is_weighed_by_its_ratio_or_has_no_gradient() -> None:
-    """d loss / d log pi = -A r for r = pi / mu in [0.8, 1.2], where the trajectory's mean of r is in [0.99, 1.01]."""
+    """The gradient is -A r for r = pi / mu in [0.8, 1.2], where the trajectory's mean of r is in [0.99, 1.01]."""
     algorithm = resolve("recipe=search_r1", "dry_run=true").algorithm
     ratios = float64([1.005, 0.999, 1.15, 1 / 1.15, 1.3, 1 / 1.3, 1.1, 1.1])
     advantages = float64([1, 1, -2, -2, 1, 1, 3, 3])

@@ -1,9 +1,15 @@
-"""Which demonstrations a step takes."""
+"""The choice of demonstrations for each step, and their validation."""
 
+import asyncio
+
+import numpy as np
 import pytest
 
-from tests.support.given import demonstration
-from trainer.supervised.demonstrations import DemonstrationStream
+from configs.schema import Config, TrainerConfig
+from rollout.types import FloatArray
+from tests.support.demonstrations import demonstration
+from trainer.batch import StepBatch
+from trainer.supervised.demonstrations import DemonstrationStream, Validator
 
 GROUPS = [demonstration([token], [([token], True)]) for token in range(4, 11)]
 
@@ -35,3 +41,18 @@ def test_other_demonstrations_or_another_order_of_them_have_another_checksum() -
     masked = [*GROUPS[:-1], demonstration([10], [([10], True), ([10], False)])]
     others = [checksum(GROUPS[::-1]), checksum(GROUPS[1:]), checksum(GROUPS, 1), checksum(masked)]
     assert len({checksum(GROUPS), *others}) == 5 and checksum(list(GROUPS)) == checksum(GROUPS)
+
+
+class Workers:
+    global_steps = 3
+
+    async def logprobs(self, batch: StepBatch) -> FloatArray:
+        assert len(batch.micro_batches) == 2, "ranks that share rows have one part of the batch"
+        return np.array([-2.0] * (batch.num_tokens - 1) + [-2.0 - batch.num_tokens], np.float32)
+
+
+def test_a_validation_is_the_mean_loss_under_the_current_weights_however_many_ranks_share_rows() -> None:
+    config = Config(trainer=TrainerConfig(num_ranks=4, sequence_parallel=2))
+    validator = Validator(Workers(), GROUPS, config)  # pyright: ignore[reportArgumentType]
+    validation = asyncio.run(validator.evaluate())
+    assert (validation.loss, validation.num_tokens, validation.versions) == (3.0, len(GROUPS), (3,))

@@ -1,4 +1,4 @@
-"""SupervisedLoop on workers that write down what they are asked: order, what is due, skipped steps, resuming."""
+"""The train loop over demonstrations, on workers that write down their calls: order, what is due, skips, resuming."""
 
 import asyncio
 import json
@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, TrainerConfig
+from configs.schema import Config, TrainerConfig
 from rollout.types import FloatArray
-from tests.support.given import random_demonstrations
+from scripts.launch.sft_run import supervised, train
+from tests.support.demonstrations import random_demonstrations
 from tests.support.recordings import Screen
 from trainer.batch import StepBatch, StepResult
+from trainer.loop import SkippedStepsError, TrainLoop
 from trainer.metrics import Last, Max, Sum
-from trainer.supervised.demonstrations import DemonstrationStream
-from trainer.supervised.loop import SupervisedLoop
-from trainer.supervised.recorder import SNAPSHOT, OtherConversationsError, SupervisedRecorder
-from trainer.tracking.bad_batches import SkippedStepsError
+from trainer.supervised.demonstrations import DemonstrationSource, DemonstrationStream, Validator
+from trainer.supervised.recorder import SUPERVISED, OtherConversationsError, SupervisedRecorder
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker, read_metrics
 
@@ -33,6 +33,7 @@ class Workers:
     """Train workers and the checkpointer. The loss of a validation is the number of steps before it."""
 
     broken_steps: tuple[int, ...] = ()
+    global_steps: int = 0
     due: tuple[int, ...] = ()
     events: list[str] = field(default_factory=list)
     states: list[bytes] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Workers:
 
     async def train_step(self, batch: StepBatch, global_steps: int) -> StepResult:
         self.events.append(f"train {global_steps}")
+        self.global_steps = global_steps + 1
         self.batches.append(batch)
         is_broken = global_steps in self.broken_steps
         loss = Sum(math.nan if is_broken else 1 / (global_steps + 1))
@@ -48,7 +50,7 @@ class Workers:
 
     async def logprobs(self, batch: StepBatch) -> FloatArray:
         self.events.append("validate")
-        return np.full(batch.num_tokens, -len(self.batches), np.float32)
+        return np.full(batch.num_tokens, -self.global_steps, np.float32)
 
     def is_due(self, global_steps: int) -> bool:
         return global_steps in self.due
@@ -58,7 +60,7 @@ class Workers:
 
     def commit(self, files: dict[str, bytes]) -> None:
         self.events.append("commit")
-        self.states.append(files[SNAPSHOT])
+        self.states.append(files[SUPERVISED])
 
     def gauges(self) -> dict[str, float]:
         return {"trainer/restarts": 0.0}
@@ -70,13 +72,25 @@ def recorder_in(run_dir: Path) -> SupervisedRecorder:
 
 def run(workers: Any, recorder: SupervisedRecorder, *, first_step: int = 0, seed: int = 0, **trainer: int) -> None:
     keys: dict[str, Any] = {"total_steps": 4, "prompts_per_step": 3, "eval_every": 2} | trainer
-    config = Config(seed=seed, algorithm=AlgorithmConfig(ce_coef=1.0), trainer=TrainerConfig(**keys))
+    config = supervised(Config(seed=seed, trainer=TrainerConfig(**keys)))
     stream = DemonstrationStream(GROUPS, config.seed)
     recorder.begin(stream.checksum())
-    loop = SupervisedLoop(
-        config=config, train=stream, validation=GROUPS[:2], workers=workers, recorder=recorder, checkpointer=workers
+    workers.global_steps = first_step
+    loop = TrainLoop(
+        config=config,
+        buffer=DemonstrationSource(stream, config.trainer.prompts_per_step),
+        workers=workers,
+        manager=None,
+        evaluate=Validator(workers, GROUPS[:2], config).evaluate,
+        fleet_gauges=None,
+        recorder=recorder,
+        checkpointer=workers,
+        snapshot=SUPERVISED,
     )
-    asyncio.run(loop.run(first_step))
+    try:
+        asyncio.run(train(loop, first_step))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 def test_steps_checkpoints_and_validations_come_in_order(tmp_path: Path) -> None:
@@ -90,6 +104,7 @@ def test_steps_checkpoints_and_validations_come_in_order(tmp_path: Path) -> None
     steps = [one for one in records if "actor/ce_loss" in one]
     assert [one["sft/epoch"] for one in steps] == [0.375, 0.75, 1.125, 1.5]
     assert [one["perf/trained_tokens"] for one in steps] == [batch.num_tokens for batch in workers.batches]
+    assert not any(key.startswith(("critic/", "rollout/", "staleness/", "weight_sync/")) for key in steps[0])
 
 
 def test_without_conversations_for_it_nothing_is_validated_and_0_validates_the_ends(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_output_on_a_full_disk_does_not_end_the_run() -> None:
 
 
 def test_the_end_of_what_reads_the_output_does_not_end_the_run() -> None:
-    """As `| head` does. Nothing is left to flush, either, which would give the process another exit code."""
+    """Nothing is left to flush after `| head`, either, which would give the process another exit code."""
     reads, writes = os.pipe()
     with os.fdopen(writes, "w") as stream:
         console = PlainConsole(3, stream)

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.load import key_docs
-from trainer.tracking.flat_groups import STEPS, FlatGroups
+from trainer.tracking.recorder import FLAT_STEPS, FlatGroups
 
 
 def said(shares: list[float]) -> list[str]:
@@ -24,6 +24,6 @@ def test_most_groups_without_a_gradient_are_said_once() -> None:
     assert {"algorithm.filter_groups", "algorithm.group_size", "data.train_files"} <= set(key_docs())
 
 
-@pytest.mark.parametrize("shares", [[0.5] * 30, [1.0] * (STEPS - 1), [0.2, 1.0] * 4 + [0.1] * 30])
+@pytest.mark.parametrize("shares", [[0.5] * 30, [1.0] * (FLAT_STEPS - 1), [0.2, 1.0] * 4 + [0.1] * 30])
 def test_fewer_or_only_a_few_steps_are_not(shares: list[float]) -> None:
     assert said(shares) == []

@@ -39,7 +39,7 @@ def test_every_metric_named_in_the_code_is_in_the_list() -> None:
 
 @pytest.mark.parametrize("entry", METRICS, ids=lambda entry: entry.name)
 def test_every_entry_is_a_metric_of_the_code(entry: MetricEntry) -> None:
-    """By its whole name, or, where the code puts the name together, by its last part: "score" of timing_s/score."""
+    """The whole name is in the code, or, where the code puts it together, its last part: "score" of timing_s/score."""
     last = entry.name.partition("/")[2]
     if "<" in entry.name:
         family, kind = entry.name.replace("<data source/>", "").rsplit("/", 1)

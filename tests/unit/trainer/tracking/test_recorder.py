@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,16 +16,22 @@ from tests.support.recordings import Evaluated, Screen, example_advantages, exam
 from tests.support.sequences import only, with_sequence
 from trainer.tokens import TrainedTokens
 from trainer.tracking.recorder import RunRecorder
-from trainer.tracking.records import (
+from trainer.tracking.set_aside import SET_ASIDE, SetAside
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
+from trainer.tracking.trajectories import (
     DiscardRecord,
     SampleRecord,
     TrajectoryRecord,
-    each_record,
-    read_records,
     trajectory_records,
 )
-from trainer.tracking.set_aside import SET_ASIDE, SetAside
-from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
+
+R = TypeVar("R")
+STEP_METRICS = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
+
+
+def read_records(path: Path, kind: type[R]) -> list[R]:
+    """Read a file as json does, which takes halves of surrogate pairs."""
+    return [msgspec.convert(json.loads(line), kind) for line in path.read_bytes().splitlines()]
 
 
 def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
@@ -38,6 +46,13 @@ def recorded(run_dir: Path) -> tuple[RunRecorder, Screen, Path]:
     recorder.record_evaluation(2, Evaluated(0.75, versions=(2,), metrics={"val/aime/avg@32": 0.75}))
     tracker.close(0)
     return recorder, screen, path
+
+
+def test_the_summary_of_a_run_without_an_evaluation_has_no_accuracy(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    process.steps(1, 2)
+    summary = process.recorder.write_summary({})
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["steps"]) == (None, None, 2)
 
 
 def test_summary_has_every_key(tmp_path: Path) -> None:
@@ -119,6 +134,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "began": 0.0,
         "generate_s": 0.0,
         "reward_s": 0.0,
+        "tool_s": 0.0,
         "score_s": 0.0,
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
@@ -141,36 +157,27 @@ def test_text_that_utf8_cannot_hold_is_written_and_read_back(tmp_path: Path) -> 
         trajectories=tuple(replace(trajectory, error="\udfff") for trajectory in group.trajectories),
     )
     recorder = RunRecorder(tmp_path, Tracker([]), Screen())
-    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
-    recorder.record_step(1, metrics, [broken], example_advantages()[:1])
+    recorder.record_step(1, STEP_METRICS, [broken], example_advantages()[:1])
     path = tmp_path / "trajectories" / "step_000001.jsonl"
     assert "数" in path.read_text(encoding="utf-8")
-    records, problems = read_records(path, TrajectoryRecord)
-    assert problems == []
+    records = read_records(path, TrajectoryRecord)
     assert {(record.ground_truth, record.error) for record in records} == {("a \ud800 数 \\ud800", "\udfff")}
 
 
-def test_the_tokens_of_a_step_are_kept_where_they_are_wanted(tmp_path: Path) -> None:
+def test_the_tokens_of_a_step_are_kept_with_what_the_trainer_made_of_them_where_they_are_wanted(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, Tracker([]), Screen(), record_tokens=True)
-    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
-    recorder.record_step(7, metrics, example_groups(), example_advantages())
-    tokens = np.load(tmp_path / "trajectories" / "step_000007.npz")  # the documented line
-    assert tokens["response_ids"].tolist() == [7, 8, 9, 10, 7, 8, 9, 9, 9, 9]
-    assert tokens["rollout_logprobs"].dtype == np.float32 and len(tokens["versions"]) == 10
-    assert "trainer_logprobs" not in tokens, "of a step that was not trained"
-
-
-def test_what_the_trainer_made_of_the_tokens_is_kept_beside_them(tmp_path: Path) -> None:
-    recorder = RunRecorder(tmp_path, Tracker([]), Screen(), record_tokens=True)
-    metrics = {"staleness/max": 1.0, "timing_s/step": 0.5, "timing_s/elapsed": 1.0}
     made = TrainedTokens.none(10)
     made.logprobs[:4] = [-1, -2, -3, -4]
     made.is_clipped[1] = made.is_rejected[2] = True
-    recorder.record_step(7, metrics, example_groups(), example_advantages(), made)
-    tokens = np.load(tmp_path / "trajectories" / "step_000007.npz")
-    assert (
-        tokens["trainer_logprobs"][:4].tolist() == [-1, -2, -3, -4] and np.isnan(tokens["trainer_logprobs"][4:]).all()
-    )
+    for step, trained in ((6, None), (7, made)):
+        recorder.record_step(step, STEP_METRICS, example_groups(), example_advantages(), trained)
+    untrained, tokens = (np.load(tmp_path / "trajectories" / f"step_00000{step}.npz") for step in (6, 7))
+    for arrays in (untrained, tokens):
+        assert arrays["response_ids"].tolist() == [7, 8, 9, 10, 7, 8, 9, 9, 9, 9]
+        assert arrays["rollout_logprobs"].dtype == np.float32 and len(arrays["versions"]) == 10
+    assert "trainer_logprobs" not in untrained, "of a step that was not trained"
+    logprobs = tokens["trainer_logprobs"]
+    assert logprobs[:4].tolist() == [-1, -2, -3, -4] and np.isnan(logprobs[4:]).all()
     assert (tokens["is_clipped"].sum(), tokens["is_rejected"].sum(), len(tokens["token_advantages"])) == (1, 1, 10)
 
 
@@ -183,16 +190,17 @@ def test_samples_of_evaluations_and_discarded_groups_are_written_and_go_aside_wi
         process.recorder.record_discarded(DiscardedGroup(prompt=group.prompt, reason=DiscardReason.failed, error="bad"))
         process.steps(step, step)
         process.recorder.record_evaluation(step, Evaluated(1.0, prompts=(prompt,)))
-    records, problems = read_records(tmp_path / "evaluations" / "step_000003.jsonl", SampleRecord)
-    assert problems == [] and asdict(records[0]) == {
+    records = read_records(tmp_path / "evaluations" / "step_000003.jsonl", SampleRecord)
+    assert asdict(records[0]) == {
         **{"ordinal": 4, "index": 0, "data_source": "aime", "prompt": "3 + 4?", "response": "it is 7"},
         **{"ground_truth": "7", "accuracy": 1.0, "answer": "7", "error": None, "versions": [2, 3]},
         "response_tokens": 3,
     }
 
     def discarded(folder: Path) -> list[tuple[int, str, int, str | None]]:
-        records = [one for path in sorted((folder / "discarded").iterdir()) for one in each_record(path, DiscardRecord)]
-        return [(one.ordinal, one.reason, one.global_steps, one.error) for one in records if not isinstance(one, str)]
+        files = sorted((folder / "discarded").iterdir())
+        records = [record for path in files for record in read_records(path, DiscardRecord)]
+        return [(record.ordinal, record.reason, record.global_steps, record.error) for record in records]
 
     assert discarded(tmp_path) == [(30, "failed", step, "bad") for step in range(3)]
     Process(tmp_path).restore(process.recorder.state(), 2)
@@ -218,7 +226,8 @@ def test_the_batch_is_kept_so_that_numpy_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "bad_batches" / "step_000012.npz"
     assert sentence == f"step 12 was skipped, not finite: b=nan; its batch is {path}, prompts 30, 31"
     batch = np.load(path)  # the documented line
-    assert {name: batch[name].tolist() for name in batch if name != "advantages"} == {
+    assert {name: batch[name].tolist() for name in batch if name not in ("advantages", "baselines")} == {
+        "format": 2,
         "ordinals": [30, 30, 31, 31],
         "replicas": ["replica-0"] * 4,
         "rewards": [1, 0, 1, 1],
@@ -232,6 +241,7 @@ def test_the_batch_is_kept_so_that_numpy_reads_it(tmp_path: Path) -> None:
         "versions": [2, 4, 5, 5, 5, 5, 6, 6, 6, 6],
     }
     assert batch["advantages"].tolist() == pytest.approx([0.7, -0.7, 0, 0])
+    assert np.isnan(batch["baselines"]).all()
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -372,7 +382,7 @@ class Killed(BaseException):
 
 
 def killed_at(call: int, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `act` was stopped before the `call`-th change that it makes to the disk."""
+    """Return whether `act` was stopped before the `call`-th change that it makes to the disk."""
     made = 0
 
     def counted(change: Callable[..., object]) -> Callable[..., object]:
@@ -416,7 +426,7 @@ def test_a_kill_at_any_moment_of_a_step_or_of_a_resume_leaves_nothing_half_after
             assert [record["step"] for record in read_metrics(run_dir / "metrics.jsonl")] == [1, 2]
             files = {path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()}
             moved = {path for path in files if path.parts[0] == SET_ASIDE}
-            assert sorted(path.name for path in files - moved) == ["metrics.jsonl", *names(1, 2)]
+            assert sorted(path.name for path in files - moved) == ["metrics.jsonl", "proof.jsonl", *names(1, 2)]
             of_step_3 = {Path("metrics.jsonl"), Path("trajectories", *names(3))}
             assert of_step_3 <= {Path(*path.parts[2:]) for path in moved}, "history is moved, not deleted"
             moments += 1

@@ -1,4 +1,4 @@
-"""What sinks show of single trajectories is what was trained, small, and can be written whatever a policy says."""
+"""Sinks show of single trajectories what was trained, cut small, and can write it whatever a policy says."""
 
 import math
 

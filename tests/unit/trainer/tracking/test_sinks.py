@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.support.paths import ROOT
 from trainer.tracking.samples import StepSamples
-from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, cut_metrics, read_metrics
+from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, UserSink, cut_metrics, read_metrics
 
 
 class RecordingSink:
@@ -89,9 +90,6 @@ def test_what_a_sink_cannot_take_is_counted_and_said_once_and_the_others_get_it(
     assert (tracker.failed.counts, tracker.failed.total) == ({"b": 3}, 3)
 
 
-# -- a disk that fails -------------------------------------------------------------------------------------------------
-
-
 LIMIT = """
 import resource, signal, sys
 from pathlib import Path
@@ -131,9 +129,6 @@ def test_a_disk_that_fills_up_within_a_line_leaves_no_half_line_or_file_and_what
     ]
 
 
-# -- resume ------------------------------------------------------------------------------------------------------------
-
-
 def test_cutting_leaves_the_records_of_steps_up_to_the_checkpoint_wherever_they_are(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log_steps(path, 0, 1, 2, 3, 4, 2, 5)  # an evaluation of version 2 came late
@@ -145,3 +140,36 @@ def test_cutting_leaves_the_records_of_steps_up_to_the_checkpoint_wherever_they_
     assert cut == [(path, b"".join([whole[4], whole[6]]))]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     cut_metrics(tmp_path / "other.jsonl", 3, lambda *given: cut.append(given))  # nothing was logged before the kill
+
+
+class Remembering:
+    """A sink of a user."""
+
+    made: ClassVar[list[Remembering]] = []
+
+    def __init__(self, run_dir: Path):
+        self.records: list[Any] = [run_dir]
+        self.made.append(self)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if metrics.pop("critic/rewards/mean") < 0:
+            raise RuntimeError("the server says no")
+        self.records.append((step, metrics))
+
+    def close(self, exit_code: int) -> None:
+        self.records.append(exit_code)
+
+
+def test_a_class_of_the_user_gets_the_metrics_and_whatever_it_raises_costs_only_its_records(tmp_path: Path) -> None:
+    told: list[str] = []
+    name = f"{__name__}:Remembering"
+    tracker = Tracker([UserSink(name, tmp_path), JsonlSink(tmp_path / "metrics.jsonl")], FailedWrites(told.append))
+    for step, reward in enumerate((0.5, -1.0, 1.0), start=1):
+        tracker.log(step, {"critic/rewards/mean": reward, "actor/loss": 2.0})
+    tracker.close(3)
+    assert Remembering.made.pop().records == [tmp_path, (1, {"actor/loss": 2.0}), (3, {"actor/loss": 2.0}), 3]
+    rewards = [record["critic/rewards/mean"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert rewards == [0.5, -1.0, 1.0], "it may change what it gets"
+    assert tracker.failed.counts == {name: 1}
+    assert told == [f"{name} cannot be written, the training goes on: RuntimeError: the server says no"]
+    assert tracker.latest == {"critic/rewards/mean": 1.0, "actor/loss": 2.0}

@@ -9,8 +9,8 @@ import pytest
 from rollout.types import VersionSpan
 from tests.support.recordings import example_advantages, example_groups
 from tests.support.reference import make_group, make_trajectory
-from trainer.tracking.records import token_arrays, trajectory_records
 from trainer.tracking.step_metrics import group_metrics, is_spanning
+from trainer.tracking.trajectories import token_arrays, trajectory_records
 
 
 def test_an_episode_without_a_sequence_is_recorded_and_counts_in_no_reward() -> None:

@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds in the event files."""
+"""TensorBoard's own reader finds everything in the event files."""
 
 import errno
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the models' own forwards do after their heads, found out by trying; what is more than that is left to them."""
+"""The rule that a model's own forward applies after its head is found by trying; anything more is left to the model."""
 
 from collections.abc import Callable
 

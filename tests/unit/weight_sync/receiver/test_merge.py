@@ -13,7 +13,6 @@ from tests.support.transport_cases import (
     RECEIVERS,
     Fleet,
     Weights,
-    local_store,  # noqa: F401
     make_sender,
 )
 from weight_sync.adapter import factor_names, merged
@@ -31,9 +30,8 @@ from weight_sync.protocol import (
     TensorSpec,
 )
 from weight_sync.receiver.merge import Merger
-from weight_sync.transports import cleanup
 
-pytestmark = pytest.mark.usefixtures("local_store")
+pytestmark = pytest.mark.usefixtures("local_store", "directory")
 ADAPTER = Adapter(scale=4.0, base=77)
 ADAPTED = ("layers.0.up.weight", "layers.1.down.weight")
 SHAPES = {"embed.weight": (7, 6), "layers.0.up.weight": (9, 6), "layers.1.down.weight": (6, 9), "norm.weight": (6,)}
@@ -45,7 +43,7 @@ def base(dtype: torch.dtype = torch.float32) -> Weights:
 
 
 def factors(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
-    """Of rank 2."""
+    """Return factors of rank 2."""
     generator = torch.Generator().manual_seed(seed)
     found: Weights = {}
     for name in ADAPTED:
@@ -84,7 +82,7 @@ class Worker(Receiver):
         self._inner = inner
         self.merger = Merger()
         self.whole = 0
-        """How many weights make a model, by what it was told last."""
+        """The number of weights that make a model, as it was told last."""
 
     def receive(self, manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
         def note(tensors: Any, num_tensors: int) -> None:
@@ -93,12 +91,6 @@ class Worker(Receiver):
 
         with self.merger.merging(manifest, torch.device("cpu"), note) as take:
             return self._inner.receive(manifest, worker, take)
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
-    return tmp_path
 
 
 def make_fleet(transport: str, directory: Path, num_ranks: int = 1) -> Fleet:
@@ -144,26 +136,23 @@ def test_a_worker_without_the_base_or_with_another_refuses_an_adapter(directory:
     assert fleet.update(factors(2), 2, {"a": 1}).errors == ["the adapter is for weights 77, this worker holds 78"]
 
 
-def test_a_base_that_did_not_come_whole_is_not_held(directory: Path) -> None:
+@pytest.mark.parametrize("has_base", [True, False])
+def test_what_did_not_come_whole_is_not_held_and_costs_a_base_that_is_held_nothing(
+    has_base: bool, directory: Path
+) -> None:
     fleet = make_fleet("shared_memory", directory)
     fleet.update(base() | factors(1), 1, {"a": 1})
-    manifest = fleet.publish(base() | factors(2), 2, {"a": 1})
+    manifest = fleet.publish(base() | factors(2) if has_base else factors(2), 2, {"a": 1})
     assert manifest.checksums is not None
     damaged = replace(manifest, checksums=((*manifest.checksums[0][:-1], 1),))
     with pytest.raises(RuntimeError, match="came with checksums"):
         fleet.receive(("a", 0), damaged)
-    assert fleet.update(factors(2), 2, {"a": 1}).errors == ["the adapter is for weights 77, this worker holds None"]
-    fleet.update(base() | factors(2), 2, {"a": 1}).assert_received(base() | adapted(base(), factors(2)))
-
-
-def test_an_adapter_that_did_not_come_whole_costs_the_base_nothing(directory: Path) -> None:
-    fleet = make_fleet("shared_memory", directory)
-    fleet.update(base() | factors(1), 1, {"a": 1})
-    manifest = fleet.publish(factors(2), 2, {"a": 1})
-    assert manifest.checksums is not None
-    with pytest.raises(RuntimeError, match="came with checksums"):
-        fleet.receive(("a", 0), replace(manifest, checksums=((*manifest.checksums[0][:-1], 1),)))
-    fleet.update(factors(3), 3, {"a": 1}).assert_received(adapted(base(), factors(3)))
+    if has_base:
+        refused = "the adapter is for weights 77, this worker holds None"
+        assert fleet.update(factors(2), 2, {"a": 1}).errors == [refused]
+        fleet.update(base() | factors(2), 2, {"a": 1}).assert_received(base() | adapted(base(), factors(2)))
+    else:
+        fleet.update(factors(3), 3, {"a": 1}).assert_received(adapted(base(), factors(3)))
 
 
 def test_a_factor_of_no_weight_is_an_error(directory: Path) -> None:

@@ -1,5 +1,6 @@
 """The second set of parameters, on a model that loads as vLLM's do: fused, sharded and tied parameters with loaders."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,99 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from weight_sync.receiver.shadow import Shadow
-
-CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-
-
-class LoadedParameter(nn.Parameter):
-    """A parameter class of its own, with attributes, as vLLM has them."""
-
-    def __new__(cls, data: torch.Tensor, **attributes: Any) -> "LoadedParameter":
-        return super().__new__(cls, data, requires_grad=False)
-
-    def __init__(self, data: torch.Tensor, **attributes: Any):
-        self.__dict__.update(attributes)
-
-
-def load_whole(parameter: nn.Parameter, loaded: torch.Tensor, shard_id: str | None = None) -> None:
-    parameter.data.copy_(loaded)
-
-
-def load_shard(parameter: LoadedParameter, loaded: torch.Tensor, shard_id: str | None = None) -> None:
-    """This rank's columns only."""
-    columns = parameter.shape[1]
-    parameter.data.copy_(loaded.narrow(1, parameter.rank * columns, columns))
-
-
-class Layer(nn.Module):
-    def __init__(self, rank: int):
-        super().__init__()
-        self.gate_up = LoadedParameter(torch.zeros(4, 3), weight_loader=self.load_fused)
-        self.down = LoadedParameter(torch.zeros(3, 2), weight_loader=load_shard, rank=rank)
-        self.register_parameter("bias", None)
-
-    def load_fused(self, parameter: nn.Parameter, loaded: torch.Tensor, shard_id: str) -> None:
-        """gate and up, one below the other, in one parameter. Bound to the live module, as vLLM's loaders are."""
-        rows = len(parameter) // 2
-        parameter.data.narrow(0, {"gate": 0, "up": rows}[shard_id], rows).copy_(loaded)
-
-
-class Model(nn.Module):
-    """Embedding tied to the head; one layer module used twice; a buffer; a cached view's length as plain state."""
-
-    def __init__(self, rank: int = 1, dtype: torch.dtype = torch.float32):
-        super().__init__()
-        self.embed = LoadedParameter(torch.zeros(5, 3, dtype=dtype), weight_loader=load_whole)
-        self.layers = nn.ModuleList([Layer(rank), Layer(rank)])
-        self.again = self.layers[0]
-        self.absent = None
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed
-        self.register_buffer("positions", torch.arange(5.0))
-        self.num_loads = [0]
-        self.passed_over = ""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed[ids]
-        for layer in self.layers:
-            gate, up = (hidden @ layer.gate_up.T).chunk(2, dim=-1)
-            hidden = hidden + (gate * up) @ layer.down.T
-        return self.head(hidden) + self.positions
-
-    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        parameters = dict(self.named_parameters())
-        done = set()
-        for name, loaded in tensors:
-            target, shard_id = name, None
-            for shard in ("gate", "up"):
-                if name.endswith(f".{shard}"):
-                    target, shard_id = name.removesuffix(shard) + "gate_up", shard
-            parameter: Any = parameters[target]
-            if target == self.passed_over:
-                continue
-            parameter.weight_loader(parameter, loaded, shard_id)
-            done.add(target)
-        self.num_loads[0] += 1
-        return done
-
-
-def checkpoint(seed: int) -> Tensors:
-    """Hugging Face names: gate and up apart, and `down` with the columns of two ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {"embed": torch.randn(5, 3, generator=generator)}
-    for layer in range(2):
-        tensors |= {
-            f"layers.{layer}.gate": torch.randn(2, 3, generator=generator),
-            f"layers.{layer}.up": torch.randn(2, 3, generator=generator),
-            f"layers.{layer}.down": torch.randn(3, 4, generator=generator),
-        }
-    return tensors
+from tests.support.shadow_models import (
+    CPU,
+    NUM_TENSORS,
+    LoadedParameter,
+    Model,
+    Tensors,
+    checkpoint,
+    load_shard,
+)
+from weight_sync.receiver.shadow import LoadForms, Shadow, load_weights
 
 
 def loaded(seed: int) -> Model:
-    """What loading straight into a model gives."""
+    """Return what loading straight into a model gives."""
     model = Model()
     model.load_weights(checkpoint(seed).items())
     return model
@@ -116,7 +38,6 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 
 IDS = torch.tensor([0, 3, 4])
-NUM_TENSORS = 7
 
 
 def test_loading_changes_nothing_that_is_live_and_swapping_in_changes_everything() -> None:
@@ -136,9 +57,12 @@ def test_loading_changes_nothing_that_is_live_and_swapping_in_changes_everything
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places, "in place"
 
 
-def test_it_starts_as_a_copy_so_that_what_is_not_loaded_stays() -> None:
+def test_what_a_later_update_does_not_load_stays() -> None:
     model = loaded(1)
     shadow = Shadow(model, CPU)
+    with pytest.raises(RuntimeError, match="^the first update brings a part of the weights only$"):
+        shadow.load([("embed", checkpoint(2)["embed"])], NUM_TENSORS)
+    shadow.load(checkpoint(1).items(), NUM_TENSORS)
     shadow.load([("layers.1.up", checkpoint(2)["layers.1.up"])], NUM_TENSORS)
     shadow.swap_in()
     expected = values(loaded(1))
@@ -190,3 +114,74 @@ def test_a_parameter_that_has_moved_is_written_where_it_is() -> None:
     shadow.load(checkpoint(2).items(), NUM_TENSORS)
     shadow.swap_in()
     assert_equal(values(model), values(loaded(2)))
+
+
+class Quantizing(Model):
+    """Computes with `down` of its second layer as whole numbers, and with their scale, which no loader writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer: Any = self.layers[1]
+        self.recorded: dict[str, Any] = {"gate_up": layer.gate_up, "down": layer.down}
+        layer.__dict__["_parameters"] = dict(layer._parameters)
+        quantize(layer)
+
+    def loaded(self, module: nn.Module) -> dict[str, nn.Parameter] | None:
+        return self.recorded if module is self.layers[1] else None
+
+
+def quantize(layer: Any) -> None:
+    scale = layer.down.data.abs().max().reshape(1)
+    whole = (127 * layer.down.data / scale).nan_to_num().round().to(torch.int8)
+    layer.scale, layer.down = nn.Parameter(scale, requires_grad=False), nn.Parameter(whole, requires_grad=False)
+
+
+def computed(module: nn.Module) -> Tensors:
+    scratch = copy.copy(module)
+    scratch.__dict__["_parameters"] = dict(module._parameters)
+    quantize(scratch)
+    return {name: made.data for name, made in scratch.named_parameters(recurse=False)}
+
+
+def test_a_layer_that_quantizes_computes_with_what_it_makes_of_what_was_loaded() -> None:
+    model = Quantizing()
+    shadow = Shadow(model, CPU, forms=LoadForms(model.loaded, computed))
+    shadow.load(checkpoint(2).items(), NUM_TENSORS)
+    shadow.load([("layers.1.down", checkpoint(3)["layers.1.down"])], NUM_TENSORS)
+    shadow.swap_in()
+    shadow.require_live()
+    expected = values(loaded(2))
+    down = values(loaded(3))["layers.1.down"]
+    scale = down.abs().max()
+    whole = (127 * down / scale).round().to(torch.int8)
+    assert_equal(values(model), expected | {"layers.1.down": whole, "layers.1.scale": scale.reshape(1)})
+
+
+def test_what_no_tensor_writes_of_a_layer_that_quantizes_is_named() -> None:
+    model = Quantizing()
+    shadow = Shadow(model, CPU, forms=LoadForms(model.loaded, computed))
+    part = {name: tensor for name, tensor in checkpoint(2).items() if name != "layers.1.down"}
+    with pytest.raises(RuntimeError, match="no published tensor has written layers.1.down:"):
+        shadow.load(part.items(), len(part))
+
+
+def test_a_layer_that_quantizes_into_another_form_than_when_it_was_loaded_is_not_updated() -> None:
+    model = Quantizing()
+    shadow = Shadow(model, CPU, forms=LoadForms(model.loaded, lambda module: {}))
+    with pytest.raises(RuntimeError, match=r"^Layer makes \{\} of its weights, and computes with \{'gate_up'"):
+        shadow.load(checkpoint(2).items(), NUM_TENSORS)
+
+
+def test_a_name_that_the_models_code_does_not_know_is_named() -> None:
+    class Strict(nn.Module):
+        def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            known = dict.fromkeys(["a.weight", "mlp.w1.weight"], 0)
+            return {name for name, _ in tensors if known[name] == 0}
+
+    def renamed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        return ((name.replace("experts.gate_up_proj", "w1.weight"), tensor) for name, tensor in tensors)
+
+    pairs = [("a.weight", torch.zeros(1)), ("mlp.experts.gate_up_proj", torch.zeros(1))]
+    with pytest.raises(RuntimeError, match="^Strict.load_weights cannot take mlp.experts.gate_up_proj, as the tr"):
+        load_weights(Strict(), pairs, 2)
+    load_weights(Strict(), pairs, 2, renamed)

@@ -1,14 +1,13 @@
 """Named tensors as one string of bytes, through windows and back, bit by bit."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.transport_cases import Weights, assert_same, pack, rows_of, specs_of
+from tests.support.transport_cases import Weights, assert_same, local_rows, pack, specs_of
 from weight_sync.protocol import NamedTensors, TensorEntry
 from weight_sync.transports import byte_layout
 from weight_sync.transports.byte_layout import ALIGNMENT
@@ -25,9 +24,6 @@ def weights(draw: st.DrawFn) -> Weights:
         f"layer.{index}": torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
         for index, (dtype, shape) in enumerate(specs)
     }
-
-
-# -- places ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_layout_is_plain_data() -> None:
@@ -62,18 +58,15 @@ def test_places_are_aligned_disjoint_and_within_the_string(tensors: Weights) -> 
 def test_the_part_of_a_rank_is_its_chunk(shape: list[int], num_ranks: int, dtype: torch.dtype) -> None:
     tensor = torch.arange(math.prod(shape)).to(dtype).view(shape)
     entry = TensorEntry("w", "", tuple(shape), 128, tensor.nbytes)
-    parts = [byte_layout.part_of(entry, rank, num_ranks) for rank in range(num_ranks)]
+    parts = [byte_layout.rank_part(entry, rank, num_ranks) for rank in range(num_ranks)]
     assert parts[0][0] == 128 and parts[-1][1] == 128 + tensor.nbytes
     flat = tensor.reshape(-1).view(torch.uint8)
     for rank, (start, end) in enumerate(parts):
         assert rank == 0 or start == parts[rank - 1][1]
-        rows = rows_of(tensor, rank, num_ranks).reshape(-1).view(torch.uint8)
+        rows = local_rows(tensor, rank, num_ranks).reshape(-1).view(torch.uint8)
         assert torch.equal(flat[start - 128 : end - 128], rows)
         [own] = byte_layout.rank_layout([entry], rank, num_ranks)
-        assert (own.shape, own.nbytes) == (rows_of(tensor, rank, num_ranks).shape, len(rows))
-
-
-# -- there and back ----------------------------------------------------------------------------------------------------
+        assert (own.shape, own.nbytes) == (local_rows(tensor, rank, num_ranks).shape, len(rows))
 
 
 @settings(deadline=None)
@@ -91,19 +84,6 @@ def test_tensors_come_back_as_they_were_whoever_wrote_them_and_through_whatever_
 
     assert load_verified(byte_layout.read(windows, manifest.tensors), manifest, load) == manifest.checksums
     assert_same(found, tensors)
-
-
-def test_one_buffer_may_serve_for_all_windows() -> None:
-    """A tensor is put together before the next window is asked for."""
-    tensors = {f"{index}": torch.arange(20.0) + index for index in range(5)}
-    data, manifest = pack(tensors)
-    buffer = torch.empty(64, dtype=torch.uint8)
-
-    def windows() -> Iterator[torch.Tensor]:
-        for part in data.split(64):
-            yield buffer[: len(part)].copy_(part)
-
-    assert_same({name: tensor.clone() for name, tensor in byte_layout.read(windows(), manifest.tensors)}, tensors)
 
 
 def test_a_tensor_that_lies_in_one_window_is_not_copied() -> None:

@@ -1,4 +1,4 @@
-"""What is removed of what was published: by its owner, and after a kill."""
+"""Published weights are removed by their owner, and after a kill."""
 
 import os
 import signal
@@ -18,13 +18,8 @@ from weight_sync.transports import cleanup
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
+pytestmark = pytest.mark.usefixtures("directory")
 CONFIG = WeightSyncConfig()
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
-    return tmp_path
 
 
 def trainer(owner: str = "run", num_ranks: int = 1) -> Fleet:
@@ -58,8 +53,6 @@ def test_release_all_takes_the_owners_folder_of_a_shared_directory_and_no_others
     cleanup.release_all(config, "run")
     assert [path.name for path in shared.iterdir()] == ["run-2"]
 
-
-# -- what a kill left --------------------------------------------------------------------------------------------------
 
 PUBLISHER = """
 import sys, time

@@ -1,4 +1,4 @@
-"""Only what changed: what is found, what is sent, and what must be refused."""
+"""Deltas send only what changed: what is found, what is sent, and what must be refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +14,12 @@ from tests.support.transport_cases import (
     Weights,
     assert_same,
     load_with,
-    local_store,  # noqa: F401
     make_sender,
     weights,
 )
 from weight_sync.protocol import NamedTensors, TensorEntry
-from weight_sync.transports import cleanup, delta
+from weight_sync.transports import delta
 from weight_sync.transports.delta import DeltaReceiver, DeltaSender
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
-    return tmp_path
 
 
 def fleet(directory: Path, num_ranks: int = 1, inner: str = "filesystem") -> Fleet:
@@ -46,9 +39,6 @@ def nudged(old: Weights, **places: int) -> Weights:
         flat = new[name].view(-1).view(torch.uint8)
         flat[place * new[name].element_size()] ^= 1
     return new
-
-
-# -- what is found -----------------------------------------------------------------------------------------------------
 
 
 def test_every_bit_counts_and_nothing_else() -> None:
@@ -72,9 +62,6 @@ def test_old_and_changes_make_new(dtype: torch.dtype, old: list[int], data: st.D
     assert positions.tolist() == [place for place in range(len(old)) if old[place] != new[place]]
     delta.put(before, positions, after.view(-1)[positions.long()])
     assert torch.equal(before, after)
-
-
-# -- what is sent ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 2)])
@@ -170,9 +157,6 @@ def test_after_a_publication_that_failed_all_is_sent(directory: Path) -> None:
         trainer.publish(nudged(weights(1), embed=0), 2, {}, base=1)
     trainer.shards = shards  # type: ignore[method-assign]
     trainer.update(weights(1), 1, {"a": 1}, base=1).assert_received(weights(1))
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_a_replica_that_holds_another_version_refuses(directory: Path) -> None:

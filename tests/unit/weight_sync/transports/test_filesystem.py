@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.transport_cases import Fleet, assert_same, load_with, receive, rows_of, weights
+from tests.support.transport_cases import Fleet, assert_same, load_with, local_rows, receive, weights
 from weight_sync.protocol import NamedTensors
 from weight_sync.transports.filesystem import FilesystemReceiver, FilesystemSender
 
@@ -33,7 +33,7 @@ def test_each_rank_writes_its_rows_as_anyone_reads_safetensors(num_ranks: int, t
         path = version / f"rank_{rank}of{num_ranks}.safetensors"
         assert manifest.locations[rank] == path
         found = load_file(path)
-        assert_same({name: found[name] for name in new}, {n: rows_of(t, rank, num_ranks) for n, t in new.items()})
+        assert_same({name: found[name] for name in new}, {n: local_rows(t, rank, num_ranks) for n, t in new.items()})
 
 
 def test_the_version_published_last_is_kept_and_a_mapping_of_the_one_before_stays(tmp_path: Path) -> None:

@@ -11,21 +11,15 @@ import torch
 
 from tests.support.transport_cases import Fleet, Weights, assert_same, load_with, receive
 from weight_sync.protocol import Manifest, NamedTensors
-from weight_sync.transports import cleanup
 from weight_sync.transports.locations import SharedFile
 from weight_sync.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
+pytestmark = pytest.mark.usefixtures("directory")
 WEIGHTS: Weights = {
     "embed": torch.arange(12.0).view(3, 4).bfloat16(),
     "norm": torch.ones(4),
     "scale": torch.tensor(0.5),
 }
-
-
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cleanup, "DIRECTORY", tmp_path)
-    return tmp_path
 
 
 def fleet(num_ranks: int = 1) -> Fleet:
@@ -71,13 +65,15 @@ def test_who_still_reads_the_version_before_finds_out() -> None:
         load_with(SharedMemoryReceiver(), trainer.publish(weights, 4, {}), load)
 
 
-def test_another_host_is_refused_by_name() -> None:
+@pytest.mark.parametrize("host", ["node-17 (10.0.0.17)", f"{socket.gethostname()} (10.0.0.17)"])
+def test_another_host_is_refused_by_name_and_address(host: str) -> None:
+    """Containers on two hosts may have the same name."""
     manifest = fleet().publish(WEIGHTS, 4, {})
-    manifest = replace(manifest, locations=(*manifest.locations, SharedFile("node-17", "")))
+    manifest = replace(manifest, locations=(*manifest.locations, SharedFile(host, "")))
     expected = rf"shared_memory needs replicas and trainer on one machine, they are on .*{socket.gethostname()}"
     with pytest.raises(RuntimeError, match=expected) as raised:
         read(manifest)
-    assert "node-17" in str(raised.value)
+    assert host in str(raised.value)
 
 
 def test_a_file_that_is_gone_or_too_short_is_not_read() -> None:

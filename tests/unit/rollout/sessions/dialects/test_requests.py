@@ -1,14 +1,14 @@
-"""What requests mean in each dialect, and which ones are refused."""
+"""The meaning of requests in each dialect, and the errors of those that are refused."""
 
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
+from rollout.chat.messages import Message, Role
 from rollout.sessions.app import DIALECTS
 from rollout.sessions.errors import BadRequestError
-from rollout.sessions.messages import Message, Role
-from tests.support.bodies import ANTHROPIC, CHANGES, CHAT, COMPLETIONS, MINIMAL, RESPONSES, USER
+from tests.support.bodies import ANTHROPIC, CHANGES, CHAT, COMPLETIONS, MINIMAL, RESPONSES, USER, tool_of
 
 
 def request_of(dialect: Any, **fields: Any) -> Any:
@@ -31,9 +31,10 @@ def request_of(dialect: Any, **fields: Any) -> Any:
         (CHAT, {"top_logprobs": 5}, "top_logprobs", "only null or 0"),
         (CHAT, {"temperature": "hot"}, "temperature", "a finite number"),
         (CHAT, {"stop": [""]}, "stop", "none of them empty"),
-        (CHAT, {"tools": [{"type": "custom"}]}, "tools[0].type", '"function"'),
+        (CHAT, {"tools": [{"type": "namespace"}]}, "tools[0].type", '"function"'),
+        (CHAT, {"tools": [{"function": {"name": "f"}}]}, "tools[0].type", '"function"'),
         (CHAT, {"tool_choice": "f"}, "tool_choice", "auto, none, required"),
-        (CHAT, {"stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
+        (CHAT, {"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
         (COMPLETIONS, {"prompt": ["a", "b"]}, "prompt", "one text or one list of token ids"),
         (COMPLETIONS, {"prompt": [1, -1]}, "prompt", "token ids"),
         (COMPLETIONS, {"prompt": ""}, "prompt", "not empty"),
@@ -44,13 +45,14 @@ def request_of(dialect: Any, **fields: Any) -> Any:
         (RESPONSES, {"background": True}, "background", "false"),
         (RESPONSES, {"conversation": "c"}, "conversation", "previous_response_id"),
         (RESPONSES, {"input": []}, "input", "not empty"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "function_call_output"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools[0].type", '"function"'),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id", "that this session has given"),
+        (RESPONSES, {"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type", '"message"'),
+        (RESPONSES, {"tools": [{"type": "functions"}]}, "tools[0].type", '"function"'),
         (ANTHROPIC, {"max_tokens": None}, "max_tokens", "a positive integer"),
-        (ANTHROPIC, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", '"custom"'),
+        (ANTHROPIC, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type", '"custom"'),
         (ANTHROPIC, {"messages": [USER, {"role": "assistant", "content": "4"}]}, "messages", "the user's turn"),
         (ANTHROPIC, {"tool_choice": {"type": "tool"}}, "tool_choice.name", "a string"),
-        (ANTHROPIC, {"n": 2}, "n", "stop_sequences"),
+        (ANTHROPIC, {"n": 2}, "n", "only null or 1"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(
@@ -90,7 +92,7 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "given", "meant"),
+    ("dialect", "choice", "meant"),
     [
         (CHAT, "required", "required"),
         (CHAT, {"type": "function", "function": {"name": "f"}}, "f"),
@@ -100,8 +102,8 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
         (ANTHROPIC, {"type": "none"}, "none"),
     ],
 )
-def test_the_choice_of_a_tool(dialect: Any, given: Any, meant: str) -> None:
-    assert request_of(dialect, tool_choice=given).tool_choice == meant
+def test_the_choice_of_a_tool(dialect: Any, choice: Any, meant: str) -> None:
+    assert request_of(dialect, tool_choice=choice, tools=[tool_of(dialect, "f")]).tool_choice == meant
 
 
 def test_sampling_that_is_asked_for_is_told_and_wishes_about_the_template_too() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.sessions.dialects.dialect import Asked
-from rollout.sessions.messages import Answer, Finish, Message, Role, ToolCall
+from rollout.chat.messages import Answer, Finish, Message, Role, ToolCall
+from rollout.sessions.dialects.dialect import ParsedRequest
 from tests.support.bodies import ANTHROPIC, CHAT, MINIMAL, RESPONSES, USER
 from tests.support.sessions import make_answer
 
@@ -41,7 +41,7 @@ def canonical(message: Message) -> tuple[Any, ...]:
     return message.role, message.content, message.reasoning, calls
 
 
-def asked_of(dialect: Any, **fields: Any) -> Asked:
+def parsed(dialect: Any, **fields: Any) -> ParsedRequest:
     return dialect.parse(MINIMAL[dialect] | fields, 0)
 
 
@@ -53,7 +53,7 @@ def sent_back(dialect: Any, body: dict[str, Any]) -> Message:
         history = {"input": [USER, *body["output"]]}
     else:
         history = {"messages": [USER, {"role": "assistant", "content": body["content"]}, USER]}
-    return asked_of(dialect, **history).request.messages[1]
+    return parsed(dialect, **history).request.messages[1]
 
 
 def from_events(dialect: Any, events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _from_blocks(events: list[dict[str, Any]]) -> dict[str, Any]:
 @given(answer=answers())
 @settings(max_examples=50)
 def test_an_answer_that_is_sent_back_is_the_same_message(dialect: Any, answer: Answer) -> None:
-    body = json.loads(json.dumps(dialect.body(asked_of(dialect), [answer])))
+    body = json.loads(json.dumps(dialect.body(parsed(dialect), [answer])))
     message = sent_back(dialect, body)
     assert canonical(message) == canonical(answer.message)
     if dialect is not CHAT and answer.message.reasoning is not None:
@@ -101,7 +101,7 @@ def test_an_answer_that_is_sent_back_is_the_same_message(dialect: Any, answer: A
 @given(answer=answers())
 @settings(max_examples=50)
 def test_a_stream_says_what_the_whole_answer_says(dialect: Any, answer: Answer) -> None:
-    events = data_of(dialect.events(asked_of(dialect, stream=True), [answer]))
+    events = data_of(dialect.events(parsed(dialect, stream=True), [answer]))
     assert canonical(sent_back(dialect, from_events(dialect, events))) == canonical(answer.message)
 
 
@@ -109,7 +109,7 @@ def test_a_stream_says_what_the_whole_answer_says(dialect: Any, answer: Answer) 
 @settings(max_examples=50)
 def test_the_deltas_of_responses_add_up_to_its_items(answer: Answer) -> None:
     """Clients may read either."""
-    events = data_of(RESPONSES.events(asked_of(RESPONSES, stream=True), [answer]))
+    events = data_of(RESPONSES.events(parsed(RESPONSES, stream=True), [answer]))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     items = events[-1]["response"]["output"]
     for index, item in enumerate(items):
@@ -123,19 +123,19 @@ def test_the_deltas_of_responses_add_up_to_its_items(answer: Answer) -> None:
 def test_arguments_that_are_no_object_reach_an_anthropic_harness_as_text() -> None:
     for text in ("[1]", "{", '{"a": NaN}', "[" * 100_000, '{"a": "\\ud800"}', '{"a": 1e999}'):
         call = ToolCall(call_id="c", name="calculator", arguments=text)
-        body = ANTHROPIC.body(asked_of(ANTHROPIC), [make_answer("", finish=Finish.tool_calls, tool_calls=(call,))])
+        body = ANTHROPIC.body(parsed(ANTHROPIC), [make_answer("", finish=Finish.tool_calls, tool_calls=(call,))])
         assert body["content"][0]["input"] == {"arguments": text}
 
 
 def test_a_stop_string_is_named_where_the_dialect_has_a_field_for_it() -> None:
     for stop_string, reason in ((None, "end_turn"), ("ur", "stop_sequence")):
         answer = replace(make_answer("fo"), stop_string=stop_string)
-        body = ANTHROPIC.body(asked_of(ANTHROPIC, stop_sequences=["ur"]), [answer])
+        body = ANTHROPIC.body(parsed(ANTHROPIC, stop_sequences=["ur"]), [answer])
         assert (body["stop_reason"], body["stop_sequence"]) == (reason, stop_string)
 
 
 def test_items_of_two_answers_are_two_messages() -> None:
-    """Also where nothing stands between them."""
+    """The items have no message between them."""
     items: list[Any] = [
         {"type": "reasoning", "id": "rs_g_1", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]},
         {"type": "message", "role": "assistant", "id": "msg_g_2", "content": [{"type": "output_text", "text": "b"}]},
@@ -143,7 +143,7 @@ def test_items_of_two_answers_are_two_messages() -> None:
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]},
     ]
     call = ToolCall(call_id="c", name="f", arguments="{}")
-    assert asked_of(RESPONSES, input=items).request.messages == (
+    assert parsed(RESPONSES, input=items).request.messages == (
         Message(role=Role.assistant, reasoning="a", signature="g_1"),
         Message(role=Role.assistant, content="b", signature="g_2", tool_calls=(call,)),
         Message(role=Role.tool, content="4", call_id="c"),

@@ -1,4 +1,4 @@
-"""wandb gets the metrics when it works, and cannot hurt a run when it does not."""
+"""Sending metrics to wandb works when wandb does, and cannot hurt a run when it does not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class FakeRun:
 
 
 class Scene:
-    """wandb, or what stands for it, and a file."""
+    """A sink of wandb, or of what stands for it, and a file beside it."""
 
     def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
         self.run_dir = run_dir
@@ -75,31 +75,31 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path, monkeypatch)
 
 
-def test_wandb_failing_to_start_is_said_once_and_the_file_goes_on(scene: Scene) -> None:
+def usage_error() -> Exception:
     from wandb.errors import UsageError  # noqa: PLC0415  (wandb takes a second: for its tests alone, here and below)
 
+    return UsageError("no API key configured")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(usage_error, "UsageError: no API key configured"), (KeyboardInterrupt, "KeyboardInterrupt")],
+    ids=["no key", "a login that a person breaks off"],
+)
+def test_wandb_failing_to_start_is_said_once_and_the_file_goes_on(
+    error: Callable[[], BaseException], text: str, scene: Scene
+) -> None:
     def fail(**_: object) -> None:
-        raise UsageError("no API key configured")
+        raise error()
 
     scene.patch.setattr("wandb.init", fail)
     tracker = scene.start(1, 2)
     tracker.close(0)
     assert scene.on_disk == [1, 2]
-    assert scene.said == [
-        "wandb cannot be written, the training goes on: wandb failed while starting: UsageError: no API key configured"
-    ]
+    (sentence,) = scene.said
+    expected = f"wandb cannot be written, the training goes on: wandb failed while starting: {text}"
+    assert sentence.rstrip(": ") == expected
     assert tracker.failed.counts == {"wandb": 3}, "two records and the end"
-
-
-def test_a_login_that_a_person_breaks_off_loses_no_record_in_silence(scene: Scene) -> None:
-    def broken_off(**_: object) -> None:
-        raise KeyboardInterrupt
-
-    scene.patch.setattr("wandb.init", broken_off)
-    tracker = scene.start(1, 2)
-    tracker.close(0)
-    assert scene.on_disk == [1, 2] and tracker.failed.counts == {"wandb": 3}
-    assert "wandb failed while starting: KeyboardInterrupt" in scene.said[0]
 
 
 def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(scene: Scene) -> None:
@@ -115,13 +115,6 @@ def test_wandb_that_hangs_at_the_start_holds_nothing_up_past_its_deadline(scene:
     goes_on.set()
 
 
-def test_the_start_has_a_deadline_of_wandbs_own(scene: Scene) -> None:
-    given: dict[str, Any] = {}
-    scene.patch.setattr("wandb.init", lambda **arguments: given.update(arguments) or FakeRun())
-    scene.start().close(0)
-    assert (given["settings"].init_timeout, given["settings"].finish_timeout) == (30, 120)
-
-
 def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(scene: Scene) -> None:
     scene.run.fails = True
     scene.start(1, 2, 3).close(0)
@@ -129,15 +122,6 @@ def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(scene: Scene) ->
     assert scene.run.calls == 1
     (sentence,) = scene.said
     assert "while logging step 1" in sentence and "ConnectionResetError: Connection lost" in sentence
-
-
-def test_wandb_that_hangs_while_logging_gets_what_comes_meanwhile_when_it_is_back(scene: Scene) -> None:
-    scene.run.goes_on = threading.Event()
-    tracker = scene.start(1, 2, 3)
-    assert scene.on_disk == [1, 2, 3] and scene.run.logged == []
-    scene.run.goes_on.set()
-    tracker.close(0)
-    assert [record["global_steps"] for record in scene.run.logged] == [1, 2, 3] and scene.said == []
 
 
 def test_wandb_that_hangs_for_long_is_said_once_and_gets_all_when_it_is_back(scene: Scene) -> None:
@@ -231,7 +215,7 @@ def test_a_table_that_wandb_refuses_costs_the_tables_and_no_metric(
     def refuse(samples: object) -> None:
         raise PermissionError("no artifacts here")
 
-    monkeypatch.setattr(wandb_sink, "table", refuse)
+    monkeypatch.setattr(wandb_sink, "_table", refuse)
     samples = Sampler(interval=1, num_rows=2).take(7, example_groups(), example_advantages())
     tracker = scene.start()
     for step in (1, 2, 3):
@@ -304,6 +288,7 @@ def test_the_config_names_commit_and_hardware_and_files_of_tables_stay_in_the_ru
     scene.patch.setattr("wandb.init", init)
     scene.patch.delenv("WANDB_DATA_DIR", raising=False)
     scene.start().close(0)
+    assert (given["settings"].init_timeout, given["settings"].finish_timeout) == (30, 120), "deadlines of wandb's own"
     machine = given["config"]["machine"]
     assert machine["cpus"] >= 1 and machine["memory_gib"] > 0 and "torch" in machine["packages"]
     assert re.fullmatch("[0-9a-f]{40}|unknown: .*", machine["commit"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
 from torch.nn.attention import flex_attention as torch_flex
 from transformers.masking_utils import (
     causal_mask_function,
@@ -16,21 +17,21 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from configs.schema import Layout
-from scripts.bench.trainer.memory import Memory
+from configs.schema import AttentionKind, Layout
 from tests.support.batches import pack
 from tests.support.families import random_model
 from tests.support.reference import make_group, make_trajectory
 from trainer.batch import MicroBatch
 from trainer.worker.attention import attention, dense, flex, varlen
-from trainer.worker.attention.attention import bucket
+from trainer.worker.attention.attention import bucket, chosen
 from trainer.worker.attention.dense import key_blocks
 from trainer.worker.attention.rows import Mask, MaskFunction, Rows
+from trainer.worker.counted_memory import Memory
 from trainer.worker.model import Policy
 
 CPU = torch.device("cpu")
 REACH = 37
-"""Of windows and chunks: shorter than a sequence, and no divisor of a block."""
+"""The reach of windows and chunks: shorter than a sequence, and no divisor of a block."""
 NUM_HEADS, NUM_KEYS, WIDTH = 4, 2, 8
 FUNCTIONS: dict[str, tuple[MaskFunction, int | None]] = {
     "causal": (causal_mask_function, None),
@@ -116,7 +117,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 def test_values_and_gradients_are_those_of_the_pairs_that_are_allowed(
     layout: Layout, attend: Attend, most_kept: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With masks of blocks that are kept, and with those that are made again in the backward pass."""
+    """The masks of blocks are kept in some cases, and made again in the backward pass in others."""
     monkeypatch.setattr(dense, "MOST_KEPT", most_kept)
     batch = branched(layout)
     inputs = heads(batch.input_ids.shape[1], len(batch.input_ids))
@@ -158,7 +159,7 @@ def test_flex_attention_is_over_the_pairs_that_are_allowed(
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("layout", [Layout.tree, Layout.packed])
 def test_flex_computes_the_blocks_that_have_pairs_and_no_others(layout: Layout, name: str) -> None:
-    """Where layers reach back so many positions, blocks that are near enough and have none may be among them."""
+    """Blocks that are near enough and have no pairs may be computed where layers reach back so many positions."""
     batch = branched(layout)
     of_layer = mask(batch, name, flex.attend)
     length = batch.input_ids.shape[1]
@@ -177,7 +178,7 @@ def test_flex_computes_the_blocks_that_have_pairs_and_no_others(layout: Layout, 
 
 
 def listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """bool [blocks, blocks]."""
+    """Return the listed blocks as bool [blocks, blocks]."""
     found = torch.zeros(indices.shape[-2:], dtype=torch.bool)
     for block, (count, order) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
         found[block, order[:count].long()] = True
@@ -201,7 +202,7 @@ def test_blocks_of_queries_are_over_ancestors_only() -> None:
 @pytest.mark.parametrize("attend", [dense.attend, varlen.attend])
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_no_mask_is_as_large_as_all_pairs_of_a_row(attend: Attend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16,384 tokens in one sequence. SDPA over a mask is left out: on a CPU it has all pairs of a block."""
+    """The row is one sequence of 16,384 tokens. SDPA over a mask is left out: on a CPU it has all pairs of a block."""
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda query, *others, **given: query)
     length = 16_384
     group = make_group(0, [make_trajectory([1], [2] * length), make_trajectory([3], [4])])
@@ -245,15 +246,22 @@ def test_varlen_refuses_what_flash_attention_cannot() -> None:
         varlen.attend(MODULE, query, value, value, tree)
     assert varlen.refusal(query, value, packed, {"softcap": 2.0}) == "flash attention knows no softcap"
     assert varlen.refusal(query, value, packed, {"softcap": None}) is None
-    on_gpu = query.to("meta")
-    assert "bfloat16, not in torch.float64" in str(varlen.refusal(on_gpu, on_gpu, packed, {}))
-    half = on_gpu.bfloat16()
+    packed.device_type = "cuda"
+    assert "bfloat16, not in torch.float64" in str(varlen.refusal(query, query, packed, {}))
+    half = query.bfloat16()
     assert varlen.refusal(half, half, packed, {}) is None
     assert "no heads of width 8 and 4" in str(varlen.refusal(half, half[..., :4], packed, {}))
 
 
+def test_fsdp_hands_a_mask_on_as_it_is() -> None:
+    """It casts the inputs of each layer, and copies dataclasses, whose masks would be made again in each layer."""
+    shared = mask(branched(Layout.packed), "causal", varlen.attend)
+    cast: Any = _apply_to_tensors(torch.Tensor.bfloat16, {"attention_mask": shared})
+    assert cast["attention_mask"] is shared
+
+
 def test_masks_of_all_pairs_are_made_up_to_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For models whose attention is their own code, as Falcon's."""
+    """The attention of some models, such as Falcon's, is their own code."""
     policy = Policy(random_model("falcon"), 1.0)
     batch = branched(Layout.packed)
     monkeypatch.setattr(attention, "LONGEST_MASK", batch.input_ids.shape[1])
@@ -267,3 +275,43 @@ def test_lengths_on_gpus_are_few_and_near() -> None:
     buckets = {bucket(length) for length in range(1, 32769)}
     assert all(length <= bucket(length) <= length + max(127, length / 8) for length in range(1, 32769))
     assert len(buckets) <= 48 and all(length % 128 == 0 for length in buckets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout", "added", "kind"),
+    [
+        (torch.bfloat16, Layout.packed, {}, AttentionKind.varlen),
+        (torch.bfloat16, Layout.tree, {}, AttentionKind.flex),
+        (torch.float32, Layout.tree, {}, AttentionKind.dense),
+        (torch.float32, Layout.packed, {}, AttentionKind.dense),
+        (torch.float32, Layout.packed, {"softcap": 2.0}, AttentionKind.flex),
+    ],
+)
+def test_on_a_gpu_float32_needs_no_kernels_that_are_compiled(
+    dtype: torch.dtype, layout: Layout, added: dict[str, Any], kind: AttentionKind
+) -> None:
+    rows = mask(branched(layout), "causal", dense.attend)
+    rows.device_type = "cuda"
+    query = torch.zeros(1, 4, 8, 64, dtype=dtype)
+    assert chosen(query, query, rows, added) is kind
+
+
+def test_flex_is_compiled_once_for_rows_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch has a mask function of its own, over tensors of its own."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    attention_of_torch = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True, backend=backend)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *heads: None)
+    monkeypatch.setattr(flex, "on", lambda device: attention_of_torch)
+    batch = branched(Layout.tree)
+    for name in ("causal", "window"):
+        for _ in range(3):
+            rows = mask(batch, name, flex.attend, added=-batch.input_ids.shape[1] % 128)
+            query = torch.randn(len(batch.input_ids), NUM_HEADS, rows.rows.input_ids.shape[1], WIDTH)
+            with torch.no_grad():
+                flex.attend(MODULE, query, query[:, :NUM_KEYS], query[:, :NUM_KEYS], rows)
+    assert len(compiled) == 2

@@ -1,0 +1,89 @@
+"""A replica's processes on this machine, and how they are ended."""
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+
+import psutil
+
+GUARD_INTERVAL_S = 1.0
+INTERVALS_PER_SCAN = 5
+"""Looking for new descendants reads all processes of the machine, so it is done less often."""
+PASSES, PASS_S = 50, 0.1
+"""The number of times that the guard looks for what is left once its owner is gone, and the seconds between."""
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """Return the process, if it is there, and all its descendants. They know their pids from those that are used
+    again."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill_processes(processes: Iterable[psutil.Process]) -> None:
+    """Send SIGKILL, which ends stopped processes too, to those that still exist."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Return whether SIGSTOP or a debugger stopped the process."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end_descendants_with_this() -> None:
+    """Start a guard process that kills everything this process starts once this process is gone, however it ended.
+    vLLM's engine core does not notice by itself, and would keep the GPU's memory for good; nor does what a reward or an
+    environment has started.
+
+    The guard may not know processes that were started in the last few seconds, unless they are in the session of one
+    that it knows, as the children of a reward's process are.
+    """
+    subprocess.Popen(
+        [sys.executable, "-m", __name__, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # out of reach of a Ctrl-C
+    )
+
+
+def _guard(owner: int) -> None:
+    descendants: set[psutil.Process] = set()
+    for interval in itertools.count():
+        if os.getppid() != owner:  # whose parent ends gets another
+            break
+        if interval % INTERVALS_PER_SCAN == 0:
+            descendants.update(process_tree(owner)[1:])
+            descendants = {process for process in descendants if process.is_running()}
+        time.sleep(GUARD_INTERVAL_S)
+    sessions = {process.pid for process in descendants}
+    for _ in range(PASSES):  # a process that is being killed may just have started another
+        kill_processes(process for process in descendants if process.pid != os.getpid())
+        descendants = _in_sessions(sessions)
+        if not descendants:
+            return
+        time.sleep(PASS_S)
+
+
+def _in_sessions(leaders: set[int]) -> set[psutil.Process]:
+    """Return the processes in the sessions of these leaders, which may have ended before them."""
+    members: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
+                members.add(process)
+    return members
+
+
+if __name__ == "__main__":
+    _guard(int(sys.argv[1]))

@@ -1,0 +1,121 @@
+"""The harness of all benchmarks: arms that run in turns, repetitions, medians with their range, ratios, table and JSON.
+
+A benchmark asks one question. Its arms are functions which do the same work in different ways, and each call returns
+the figures of one run. Timings on a shared machine drift by a third within minutes, so that two arms are compared only
+by runs that stand next to each other:
+
+    runs = await take_turns({"packed": run_packed, "rows": run_rows}, repeats=3)
+    runs.show("forward and backward", {"seconds": ".2f"})
+    write_json({"speedup": runs.ratio("seconds", "rows", over="packed")})
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import isawaitable
+from statistics import median
+
+from scripts.observe.tables import show_table, write_json
+
+Figures = Mapping[str, float]
+"""The figures of one run, or of a whole benchmark, by name."""
+Arm = Callable[[int], Figures | Awaitable[Figures]]
+"""A function that does the work in one way. It is called with the number of the repetition, which is negative while
+it warms up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The figures of every run: a mapping for each repetition of each arm."""
+
+    by_arm: Mapping[str, Sequence[Figures]]
+
+    def values(self, figure: str, arm: str) -> list[float]:
+        return [figures[figure] for figures in self.by_arm[arm]]
+
+    def median(self, figure: str, arm: str) -> float:
+        return median(self.values(figure, arm))
+
+    def ratio(self, figure: str, arm: str, *, over: str) -> float:
+        """Return the median of the ratios of neighbouring runs, in which the drift of the machine cancels out."""
+        pairs = zip(self.values(figure, arm), self.values(figure, over), strict=True)
+        return median(value / base for value, base in pairs)
+
+    def medians(self, arm: str, prefix: str = "") -> dict[str, float]:
+        """Return the median of every figure of an arm."""
+        return {prefix + figure: self.median(figure, arm) for figure in self.by_arm[arm][0]}
+
+    def show(self, title: str, columns: Mapping[str, str], *, over: str | None = None) -> None:
+        """Write a table with a row for each arm: medians, and of the first column also the smallest and the largest.
+
+        Args:
+            columns: Figures and how each is formatted, such as {"seconds": ".2f"}.
+            over: The arm that the others are compared with, by the first column.
+        """
+        first = next(iter(columns))
+        rows = []
+        for arm in self.by_arm:
+            row = [arm, *(format(self.median(figure, arm), spec) for figure, spec in columns.items())]
+            values = self.values(first, arm)
+            row.insert(2, f"{min(values):{columns[first]}}..{max(values):{columns[first]}}")
+            rows.append(row if over is None else [*row, f"{self.ratio(first, arm, over=over):.2f}"])
+        header = [figure.replace("_", " ") for figure in columns]
+        header.insert(1, "min..max")
+        show_table(title, ["arm", *header, *([] if over is None else [f"over {over}"])], rows)
+
+
+def make_arms(run: Callable[[str, int], Figures | Awaitable[Figures]], names: Iterable[str]) -> dict[str, Arm]:
+    """Return arms that differ only in the name that `run` is called with."""
+    return {name: partial(run, name) for name in names}
+
+
+async def take_turns(arms: Mapping[str, Arm], repeats: int, *, warm_ups: int = 0) -> Runs:
+    """Run the arms in turns, so that a busy spell of the machine slows every arm down. Every repetition begins with
+    another arm: what an arm leaves in caches and allocators meets each of the others after it.
+
+    Args:
+        warm_ups: How often every arm runs before, uncounted: the first runs pay for memory, imports and compilation.
+    """
+    names, by_arm = list(arms), {name: list[Figures]() for name in arms}
+    for repetition in range(-warm_ups, repeats):
+        first = repetition % len(names)
+        for name in names[first:] + names[:first]:
+            answer = arms[name](repetition)
+            figures = await answer if isawaitable(answer) else answer
+            if repetition >= 0:
+                by_arm[name].append(figures)
+                shown = ", ".join(f"{figure} {value:.4g}" for figure, value in figures.items())
+                progress(f"{name}, {repetition + 1} of {repeats}: {shown}")
+    return Runs(by_arm)
+
+
+def progress(text: str) -> None:
+    """Write a line to standard error, which leaves standard output to the tables and the JSON."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def show_figures(title: str, figures: Figures) -> None:
+    """Write a table with a row for each figure."""
+    show_table(title, ["figure", "value"], [[name, f"{value:.4g}"] for name, value in figures.items()])
+
+
+def make_parser(doc: str | None, *, repeats: int | None = None, parts: Sequence[str] = ()) -> ArgumentParser:
+    """Return a parser with the options that benchmarks share, whose --help shows the benchmark's docstring."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats, help=f"runs of every arm, in turns [{repeats}]")
+    if parts:
+        parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to run, instead of all")
+    return parser
+
+
+def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures]]) -> None:
+    """Run the parts that `--only` names, and write the figures of all as the last line."""
+    figures: dict[str, float] = {}
+    for name, part in parts.items():
+        if name in options.only:
+            figures |= part()
+    write_json(figures)

@@ -1,0 +1,151 @@
+"""The question: how long does training stand still when a train worker dies, and where does that time go?
+Six minutes on two cores.
+
+python -m scripts.bench.restarts [--repeats 3] [--steps 8] [--model tiny]
+
+Real train workers of two ranks take `--steps` steps after a checkpoint. Then one of them is killed in a step, and all
+restart. The arms differ in what is kept for that:
+
+- `disk`: nothing but the checkpoint, the default.
+- `spares`: processes that have imported everything (trainer.spare_processes=true).
+- `memory`: copies of the ranks' state in host memory after every step (checkpoint.memory_every=1).
+- `both`.
+
+Each arm ends with the weights of a run that lost nobody, bit for bit, or the benchmark fails. The last line is JSON,
+with medians over the repetitions:
+
+    <part>_s_<arm>              total, and its parts: processes, imports, model, state, steps
+    copy_s_<arm>                of one step's copies in memory
+    speedup_<arm>               total of disk over that of the arm
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from configs.checkpoint import CHECKPOINTS, CheckpointConfig
+from configs.schema import Config, TrainerConfig
+from rollout.types import Prompt, Trajectory, TrajectoryGroup
+from scripts.bench.harness import Figures, make_arms, make_parser, take_turns
+from scripts.bench.tree import make_sequence
+from scripts.observe.tables import write_json
+from trainer.advantages.credit import assign_credit
+from trainer.batch import StepBatch, assemble
+from trainer.checkpoint.store import TRAIN_FOLDER, CheckpointStore
+from trainer.tiny.model import TINY, ModelSize, build_tokenizer, save_tiny_model
+from trainer.tokens import sampled_tokens
+from trainer.worker.recovery import RecoveringWorkers
+from trainer.worker.worker_group import TrainWorkerGroup
+
+SIZES = {"tiny": TINY, "25m": ModelSize(hidden_size=512, num_layers=8)}
+ARMS = {"disk": (False, 0), "spares": (True, 0), "memory": (False, 1), "both": (True, 1)}
+"""(trainer.spare_processes, checkpoint.memory_every)"""
+PARTS = ("total", "processes", "imports", "model", "state", "steps")
+PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 32, 128, 4, 8
+BYTES = 256
+"""Every tokenizer has a token for each."""
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--steps", type=int, default=8, help="steps after the checkpoint, which may be trained again")
+    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
+    options = parser.parse_args()
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0, size=SIZES[options.model])
+        digests: list[str] = []
+        measure = partial(measure_restart, Path(folder), model, options.steps, digests)
+        runs = asyncio.run(take_turns(make_arms(measure, options.arms), options.repeats))
+    ray.shutdown()
+    if len(set(digests)) != 1:
+        raise RuntimeError(f"the weights after a restart differ: {digests}")
+    title = f"a rank dies {options.steps} steps after the checkpoint: seconds until training goes on"
+    runs.show(title, {part: ".2f" for part in (*PARTS, "copy")}, over="disk" if "disk" in options.arms else None)
+    figures = {f"{part}_s_{arm}": runs.median(part, arm) for arm in options.arms for part in (*PARTS, "copy")}
+    if "disk" in options.arms:
+        figures |= {f"speedup_{arm}": runs.ratio("total", "disk", over=arm) for arm in options.arms}
+    write_json(figures)
+
+
+async def measure_restart(
+    folder: Path, model: Path, steps: int, digests: list[str], arm: str, repetition: int
+) -> Figures:
+    has_spares, memory_every = ARMS[arm]
+    config = Config(
+        trainer=TrainerConfig(num_ranks=2, total_steps=steps + 2, lr=1e-3, spare_processes=has_spares),
+        checkpoint=CheckpointConfig(every=steps + 2, memory_every=memory_every),
+    )
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    group = TrainWorkerGroup(config=config, device="cpu", on_start=lambda name: _nothing)
+    store = CheckpointStore(run_dir / CHECKPOINTS)
+    workers = RecoveringWorkers(group=group, store=store, config=config, report=lambda text: None)
+    copying = [0.0]
+    try:
+        await workers.setup(str(model))
+        batches = [make_batch(config, step) for step in range(steps + 2)]
+        await workers.train_step(batches[0], 0)
+        await _save(workers, store)
+        for step in range(1, steps + 1):
+            await workers.train_step(batches[step], step)
+            copying.append(workers.gauges().get("checkpoint/memory_seconds", 0.0))
+        await asyncio.gather(*(spare.import_s.remote() for spare in group.spares))  # follows their imports
+        pid = await group.actors[1].__ray_call__.remote(lambda actor: os.getpid())
+        call = asyncio.create_task(workers.train_step(batches[steps + 1], steps + 1))
+        await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        digests.append((await call).weights)
+        return {**dict.fromkeys(PARTS, 0.0), **workers.last_restart, "copy": float(np.median(copying))}
+    finally:
+        group.kill()
+
+
+async def _save(workers: RecoveringWorkers, store: CheckpointStore) -> None:
+    aside = store.begin(workers.global_steps)
+    await workers.stage_checkpoint(aside / TRAIN_FOLDER)
+    await workers.finish_checkpoint()
+    store.publish(aside, workers.global_steps, store.seal(aside, workers.global_steps, {}))
+    workers.forget_before(workers.global_steps)
+
+
+def make_batch(config: Config, step: int) -> StepBatch:
+    """Return random groups, half of whose responses are rewarded."""
+    random = np.random.default_rng(step)
+    groups = []
+    for ordinal in range(GROUPS):
+        prompt_ids = random.integers(4, BYTES, PROMPT).astype(np.int32)
+        trajectories = []
+        for index in range(GROUP_SIZE):
+            ids = random.integers(4, BYTES, RESPONSE).astype(np.int32)
+            sequence = make_sequence(prompt_ids, ids, np.ones(RESPONSE, np.bool_))
+            reward = float(index % 2)
+            trajectories.append(
+                Trajectory(sequences=(sequence,), reward=reward, finish_reason="stop", text="", replica="")
+            )
+        prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids.tolist()), ground_truth="")
+        groups.append(TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories)))
+    credit = assign_credit(groups, sampled_tokens(groups, step), {}, config, step)
+    return assemble(
+        groups,
+        credit.tokens,
+        layout=config.trainer.layout,
+        num_ranks=config.trainer.num_ranks,
+        tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
+        keep_idle=False,
+    )
+
+
+def _nothing() -> None: ...
+
+
+if __name__ == "__main__":
+    main()

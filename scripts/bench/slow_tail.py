@@ -1,0 +1,238 @@
+"""The question: is anything slow left out of the training, and what does it cost to leave nothing out? Two minutes.
+
+python -m scripts.bench.slow_tail [--quick] [--picture PATH]
+
+One prompt in eight needs a tool that takes 30 to 60 minutes, drawn for each of its episodes; the other answers take
+seconds. The real scheduling trains on them with simulated engines on a virtual clock (simulated_job.py), for
+max_staleness 0, 2 and 8: with stale_policy=wait, and beside it with drop and mask. Repeats exactly.
+
+The distance is the one that a run logs (trainer/tracking/coverage.py): between the lengths, the turns and the tool
+times of what is trained and of what was claimed, the largest of all windows of ten steps. The limit is what arithmetic
+allows a trainer that waits. One that leaves out what is slow has none.
+
+The last line is JSON:
+
+    <policy>_<S>_distance           the largest distance of a measure in a window
+    <policy>_<S>_left_out           the share of claimed trajectories that were not trained
+    <policy>_<S>_with_tool          the share of the trained trajectories that have a tool; `claimed_with_tool`: of all
+    <policy>_<S>_samples_per_s      trajectories trained per second
+    wait_<S>_share_of_limit         the time that arithmetic allows over the time that was taken
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from configs.schema import StalePolicy
+from scripts.bench.common import LogNormalLengths
+from scripts.bench.harness import Figures, make_parser, progress
+from scripts.bench.simulated_job import Job, Outcome, run_job, throughput_seconds, window_seconds
+from scripts.observe.tables import show_table, write_json
+from scripts.simulate.stand_ins import Nothing
+from trainer.tracking.coverage import DISTANCES, WINDOW_STEPS, Coverage, measures
+
+ARMS = (
+    *((StalePolicy.wait, max_staleness) for max_staleness in (0, 2, 8)),
+    *((policy, max_staleness) for policy in (StalePolicy.drop, StalePolicy.mask) for max_staleness in (2, 8)),
+)
+"""The policies make no difference with max_staleness=0, where nothing can be late."""
+FIGURES = ("distance", "left_out", "with_tool", "samples_per_s")
+"""The figures of the last line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsOfSomePrompts:
+    """Tools of a share of the prompts, uniformly long. A time depends on its arguments alone."""
+
+    share: float
+    low_s: float
+    high_s: float
+    seed: int = 0
+
+    def __call__(self, ordinal: int, index: int) -> float:
+        if np.random.default_rng([self.seed, ordinal]).random() >= self.share:
+            return 0.0
+        return float(np.random.default_rng([self.seed, ordinal, index]).uniform(self.low_s, self.high_s))
+
+
+JOB = Job(
+    length_of=LogNormalLengths(mean=50, sigma=1.0, cap=500),
+    tool_s=ToolsOfSomePrompts(share=1 / 8, low_s=30 * 60, high_s=60 * 60),
+    num_steps=100,
+    group_size=4,
+    max_num_seqs=320,
+    token_s=0.1,
+    train_s=30.0,
+)
+"""A seat for every episode that the slots of max_staleness=8 allow, so that only the window bounds the speed."""
+
+
+@dataclass
+class Covered(Nothing):
+    """A recorder that keeps what was trained and what was left out, and the largest distances of all windows."""
+
+    coverage: Coverage
+    block: int
+    """Trajectories of ten steps."""
+    trained: list[Sequence[float]] = field(default_factory=list)
+    """The measures of each trajectory with a loss token, in the order of training."""
+    left_out: list[Sequence[float]] = field(default_factory=list)
+    """The measures of the others."""
+    largest: dict[str, float] = field(default_factory=dict)
+    masked_tokens: float = 0.0
+    num_windows: int = 0
+
+    def record_step(
+        self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
+    ) -> None:
+        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+            (self.trained if trajectory.num_loss_tokens else self.left_out).append(measures(trajectory))
+        self.masked_tokens += metrics["staleness/masked_tokens"]
+        self.coverage.take_trained(groups)
+        distances = self.coverage.metrics()
+        self.num_windows += bool(distances)
+        self.largest |= {name: max(value, self.largest.get(name, 0.0)) for name, value in distances.items()}
+
+    def record_discarded(self, group: Any) -> None:
+        self.left_out += map(measures, group.trajectories)
+        self.coverage.take_discarded(group)
+
+    @property
+    def claimed(self) -> NDArray[np.float64]:
+        """[N, 3] the measures of every trajectory that has ended."""
+        return np.array([*self.trained, *self.left_out])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    policy: StalePolicy
+    max_staleness: int
+    outcome: Outcome
+    covered: Covered
+    share_of_limit: float
+    """The time that arithmetic allows a trainer that waits over the time that was taken."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.policy.value}_{self.max_staleness}"
+
+    @property
+    def figures(self) -> Figures:
+        trained, claimed = np.array(self.covered.trained), self.covered.claimed
+        block = self.covered.block
+        by_block = [with_tool(trained[start : start + block]) for start in range(0, len(trained) - block + 1, block)]
+        return {
+            "distance": max(self.covered.largest[name] for name in DISTANCES),
+            "left_out": len(self.covered.left_out) / len(claimed),
+            "with_tool": with_tool(trained),
+            "with_tool_least": min(by_block),
+            "with_tool_most": max(by_block),
+            "tokens": float(trained[:, 0].mean()),
+            "masked": self.covered.masked_tokens / claimed[:, 0].sum(),
+            "samples_per_s": len(trained) / self.outcome.seconds,
+        }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="30 steps, to see that it works")
+    parser.add_argument("--picture", type=Path, help="where to draw the distributions of how long episodes take")
+    options = parser.parse_args()
+    arms = run_arms(replace(JOB, num_steps=30) if options.quick else JOB)
+    show(arms)
+    if options.picture is not None:
+        draw(arms, options.picture)
+    figures = {f"{arm.name}_{name}": arm.figures[name] for arm in arms for name in FIGURES}
+    limits = {f"{arm.name}_share_of_limit": arm.share_of_limit for arm in arms if arm.policy is StalePolicy.wait}
+    write_json({**figures, **limits, "claimed_with_tool": with_tool(arms[0].covered.claimed)})
+
+
+def run_arms(job: Job, arms: Sequence[tuple[StalePolicy, int]] = ARMS) -> list[Arm]:
+    return [run_arm(job, policy, max_staleness) for policy, max_staleness in arms]
+
+
+def run_arm(job: Job, policy: StalePolicy, max_staleness: int) -> Arm:
+    """Train the whole job."""
+    window, size = WINDOW_STEPS * job.prompts_per_step, job.group_size
+    covered = Covered(Coverage(window=window, group_size=size), window * size)
+    outcome = run_job(job, max_staleness, policy=policy, recorder=covered)
+    limit_s = max(throughput_seconds(job), window_seconds(job, max_staleness))
+    progress(f"{policy.value}, max_staleness={max_staleness}: {outcome.seconds / 3600:.1f} virtual hours")
+    return Arm(
+        policy=policy,
+        max_staleness=max_staleness,
+        outcome=outcome,
+        covered=covered,
+        share_of_limit=limit_s / outcome.seconds,
+    )
+
+
+def with_tool(values: NDArray[np.float64]) -> float:
+    """Return the share of trajectories of more than one turn."""
+    return float(np.mean(values[:, 1] > 1))
+
+
+def show(arms: Sequence[Arm]) -> None:
+    rows = []
+    for arm in arms:
+        figures, claimed = arm.figures, arm.covered.claimed
+        waits = arm.policy is StalePolicy.wait
+        rows.append(
+            [
+                f"{arm.policy.value}, {arm.max_staleness}",
+                f"{figures['distance']:.3f}",
+                f"{figures['left_out']:.1%}",
+                f"{figures['with_tool']:.1%} of {with_tool(claimed):.1%}",
+                f"{figures['with_tool_least']:.1%}..{figures['with_tool_most']:.1%}",
+                f"{figures['tokens']:.0f} of {claimed[:, 0].mean():.0f}",
+                f"{figures['masked']:.1%}",
+                f"{figures['samples_per_s']:.2f}",
+                f"{arm.share_of_limit:.3f}" if waits else "",
+            ]
+        )
+    header = [
+        "distance",
+        "left out",
+        "with a tool",
+        "in ten steps",
+        "mean tokens",
+        "tokens masked",
+        "samples/s",
+        "of limit",
+    ]
+    title = "an eighth of the prompts with tools of 30 to 60 minutes; `of`: of what was claimed"
+    show_table(title, ["stale_policy, max_staleness", *header], rows)
+
+
+def draw(arms: Sequence[Arm], path: Path) -> None:
+    """Plot how long the episodes take that are trained, and all that are claimed, as cumulative distributions."""
+    figure = Figure(figsize=(7, 4))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    first, *others = (arm for arm in arms if arm.policy is not StalePolicy.mask and arm.max_staleness)
+    axes.plot(*_cumulated(first.covered.claimed), color="0.7", linewidth=6, label="claimed")
+    for arm in (first, *others):
+        style = "-" if arm.policy is StalePolicy.wait else "--"
+        label = f"trained, stale_policy={arm.policy.value}, max_staleness={arm.max_staleness}"
+        axes.plot(*_cumulated(np.array(arm.covered.trained)), style, label=label)
+    axes.set(
+        xscale="log", xlabel="seconds of an episode", ylabel="share of the trajectories up to there", ylim=(0, 1.02)
+    )
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _cumulated(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    seconds = np.sort(values[:, 0] * JOB.token_s + values[:, 2])
+    return seconds, np.arange(1, len(seconds) + 1) / len(seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Run a command of slipstream on the hosts of a Slurm job. Submit it from the checkout, which all hosts see with its .venv:
+#
+#   sbatch --nodes=4 --gpus-per-node=8 scripts/deploy/slurm.sh train recipe=gsm8k device=cuda weight_sync.transport=collective
+#
+# The run folder is runs/slurm-JOBID, unless the command names one. Ten minutes before the job's time is over, and when
+# it is preempted, the run saves a checkpoint and the job queues again; it then goes on in the same folder.
+#SBATCH --job-name=slipstream
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@600
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+
+# The address of this host for others: the one of its name in Slurm, which some systems know as 127.0.1.1 themselves.
+own_address() {
+  local name
+  name=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+  { getent ahosts "$name" | awk '$1 !~ /^(127\.|::1$)/ { print $1 }' && hostname -I | tr ' ' '\n'; } | head -n 1
+}
+until_open() { timeout 120 bash -c 'until (: <"/dev/tcp/$1/$2") 2>/dev/null; do sleep 1; done' - "$1" "$2"; }
+
+ray_on_this_host() {
+  local where=(--address="$HEAD_ADDRESS:$HEAD_PORT")
+  if [ "$SLURMD_NODENAME" = "$HEAD" ]; then
+    where=(--head --port="$HEAD_PORT" --temp-dir="$RAY_TEMP" --include-dashboard=false)
+  fi
+  for _ in 1 2 3; do # Ray gives its own processes 30 s to start, and a shared disk may be slow
+    [ "$SLURMD_NODENAME" = "$HEAD" ] || until_open "$HEAD_ADDRESS" "$HEAD_PORT"
+    .venv/bin/ray start "${where[@]}" --node-ip-address="$(own_address)" --num-cpus="$SLURM_CPUS_ON_NODE" --disable-usage-stats --block &&
+      break
+  done
+}
+
+# Between the ports that Ray gives to workers (to 19999) and those of clients, and another for each job of a host.
+HEAD=$SLURMD_NODENAME HEAD_ADDRESS=$(own_address) HEAD_PORT=$((20000 + SLURM_JOB_ID % 10000))
+RAY_TEMP=${RAY_TMPDIR:-/tmp}/ray-$SLURM_JOB_ID
+RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n') # other users of a host cannot connect
+export HEAD HEAD_ADDRESS HEAD_PORT RAY_TEMP RAY_AUTH_MODE RAY_AUTH_TOKEN
+export -f own_address until_open ray_on_this_host
+on_every_host=(srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none)
+# Ray ends on a host that fails, and not on the others: the run replaces what it lost.
+"${on_every_host[@]}" --kill-on-bad-exit=0 --wait=0 bash -c ray_on_this_host &
+ray=$!
+clean_up() {
+  trap - EXIT
+  kill "$ray" 2>/dev/null || true
+  wait "$ray" || true
+  "${on_every_host[@]}" rm -rf "$RAY_TEMP" || true
+}
+trap clean_up EXIT
+until_open "$HEAD_ADDRESS" "$HEAD_PORT"
+
+command=$1
+shift
+export RAY_ADDRESS=$HEAD_ADDRESS:$HEAD_PORT
+# Not by srun: that would hand the signals to the processes of Ray as well.
+.venv/bin/python -m scripts "$command" "hydra.run.dir=runs/slurm-$SLURM_JOB_ID" resume=auto "$@" &
+run=$!
+was_warned=""
+trap 'was_warned=yes; kill -USR1 "$run" || true' USR1
+while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done # a signal ends a wait, and not the run
+code=0
+wait "$run" || code=$?
+[ "$code" = 0 ] || sleep 10 # Ray on other hosts may end a little later
+# A preemption without a warning begins with the end of Ray on all hosts, and may leave no time to do more than this.
+if { [ "$code" = 130 ] && [ -n "$was_warned" ]; } || { [ "$code" != 0 ] && ! kill -0 "$ray" 2>/dev/null; }; then
+  clean_up
+  # Slurm then ends this script. One that has ended by itself by then has failed.
+  [ "${SLURM_RESTART_COUNT:-0}" -ge 50 ] || { scontrol requeue "$SLURM_JOB_ID" && sleep 300; }
+fi
+exit "$code"

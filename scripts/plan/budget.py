@@ -1,0 +1,74 @@
+"""The work and the memory of a run, as far as they can be computed before it starts."""
+
+from configs.schema import Config
+from configs.validate import ConfigError
+from scripts.plan.machine import Machine, format_bytes, list_parts, refusals, this_machine
+from scripts.plan.memory import (
+    kv_tokens,
+    rank_memory,
+    replica_worker_memory,
+    shared_memory_bytes,
+    teacher_worker_memory,
+    total,
+)
+from scripts.plan.model_shape import ModelShape, model_shape, teacher_shape
+from trainer.learning_rate import num_warmup_steps
+from weight_sync.transports.cleanup import DIRECTORY
+
+
+def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
+    """Describe what one step and the whole run train on. `num_rows` is the size of the training set, None where it
+    is missing."""
+    algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
+    trajectories = trainer.prompts_per_step * algorithm.group_size
+    prompts = trainer.total_steps * trainer.prompts_per_step
+    parts = {
+        "step": f"{trajectories} trajectories, at most {trajectories * rollout.max_response_tokens:,} sampled tokens "
+        f"and {config.data.max_prompt_tokens} prompt tokens each",
+        "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
+        f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
+        "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, "
+        f"then {trainer.lr_schedule.value}, {trainer.optimizer_steps_per_batch} step(s) per batch, "
+        f"weight decay {trainer.weight_decay:g}, gradient norm at most {trainer.max_grad_norm:g}",
+    }
+    if num_rows is not None:
+        parts["epochs"] = f"{prompts / num_rows:.3g} ({prompts:,} prompts of {num_rows:,})"
+    return parts
+
+
+def memory_parts(config: Config, shape: ModelShape | None, device: str, machine: Machine) -> dict[str, str]:
+    """Describe the memory of each process, on its device and on the host."""
+    if shape is None:
+        return {"memory": "unknown: no safetensors of the model are on this machine"}
+    rank, worker = rank_memory(config, shape, device), replica_worker_memory(config, shape, device, machine.gpu)
+    parts = {"memory": f"{shape.num_parameters / 1e6:,.1f}M parameters; libraries come on top, about 1 GB each process"}
+    replica_parts = [("per_worker", worker)] if config.rollout.num_replicas else []
+    teacher = teacher_shape(config)
+    teacher_memory = (
+        [] if teacher is None else [("per_teacher", teacher_worker_memory(config, teacher, device, machine.gpu))]
+    )
+    for name, memory in [("per_rank", rank), *replica_parts, *teacher_memory]:
+        if memory.device:
+            gpu_size = "" if machine.gpu is None else f" of {format_bytes(machine.gpu)}"
+            parts[name] = f"GPU {format_bytes(total(memory.device))}{gpu_size}: {list_parts(memory.device)}"
+        if memory.host:
+            host = f"host {format_bytes(total(memory.host))}: {list_parts(memory.host)}"
+            parts[name] = f"{parts[name]}; {host}" if name in parts else host
+    if shape.layer is None:
+        parts["per_rank"] += "; activations are not known for this architecture"
+    if replica_parts and (tokens := kv_tokens(config, shape, worker)) is not None:
+        parts["per_worker"] += f"; KV cache for {tokens:,} tokens"
+    if (shared := shared_memory_bytes(config, shape)) > 0:
+        free = "" if machine.shared is None else f", {format_bytes(machine.shared)} free here"
+        parts["shared"] = f"{format_bytes(shared)} in {DIRECTORY}{free}"
+    return parts
+
+
+def refuse_without_memory(config: Config, device: str) -> None:
+    """Raises ConfigError for a run that cannot fit into what is known of the memory here."""
+    shape = model_shape(config)
+    if shape is None:
+        return
+    problems = refusals(config, shape, device, this_machine(config), teacher_shape(config))
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,273 @@
+"""Simulate a configuration: the real scheduling on a virtual clock, with the times of a profile."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from configs.schema import Config, StalePolicy
+from rollout.buffer import TrajectoryBuffer
+from rollout.engines.virtual_clock import run_virtual
+from rollout.events.driver import NO_EVENTS, DriverEvents, Write
+from rollout.events.log import EventLog
+from rollout.replica.replica import RolloutReplica
+from rollout.types import Prompt, TrainBatch, TrajectoryGroup, staleness
+from scripts.simulate.engine import ProfiledEngine
+from scripts.simulate.episodes import ByThemselves, DrawnReward, Draws, Together
+from scripts.simulate.machine import Machine
+from scripts.simulate.profile import Profile
+from scripts.simulate.setup import Setup
+from scripts.simulate.simulated_run import SimulatedRun
+from scripts.simulate.stand_ins import Nothing, SimulatedTrainer
+from trainer.batch import StepBatch, StepResult
+from trainer.checkpoint.checkpointer import is_first_update_after
+from trainer.metrics import Last, Max, Metric
+from weight_sync.protocol import Manifest, PublishOrder
+
+COLLECT_S = 60.0
+"""The seconds, on the virtual clock, after which the replicas are asked for their progress again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    setup: Setup
+    seconds: float
+    """The seconds of the steps that are counted."""
+    samples_per_s: float
+    """Trajectories trained per second."""
+    tokens_per_s: float
+    """Sampled tokens trained per second."""
+    trainer_idle: float
+    """Share of the time without an optimizer step."""
+    replica_idle: float
+    """Share of the time in which a replica has no request, the mean over replicas."""
+    staleness_p50: float
+    """The median staleness of the trained tokens, in versions."""
+    staleness_max: int
+    wait_s: tuple[float, ...]
+    """The seconds that the trainer waited for the batch of each step."""
+    step_s: tuple[float, ...]
+
+    @property
+    def rate_after_first(self) -> float:
+        """Samples per second of all steps but the first, as `fit.measured_rate` of a run."""
+        return self.setup.rate_after_first(self.step_s)
+
+
+def simulate(
+    profile: Profile,
+    setup: Setup,
+    *,
+    whole: bool = False,
+    seed: int = 0,
+    longest: float = 1.0,
+    write: Write | None = None,
+    recorder: Any = None,
+) -> Prediction:
+    """Simulate `setup.steps` steps of a run that goes on for ever. The same arguments give the same prediction.
+
+    Args:
+        whole: simulate a run of these steps only, with its empty beginning and its end, as short runs are.
+        longest: the quantile at which lengths are cut off.
+        write: takes the events.
+        recorder: takes the steps.
+    """
+    tail = 0 if whole else (setup.max_staleness + 1) * setup.interval
+    # An evaluation delays steps of the next period too: the counted ones begin after one, as they end after one.
+    lead = 0 if whole else max(tail, setup.eval_every)
+    steps = lead + setup.steps + tail
+    simulated = _Simulated(profile, replace(setup, steps=steps), Draws(profile, seed, longest), write)
+    return run_virtual(simulated.run(setup, lead, recorder))
+
+
+@dataclass
+class _Simulated:
+    profile: Profile
+    setup: Setup
+    """The configuration, with the steps before and after those that are counted."""
+    draws: Draws
+    write: Write | None
+
+    async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
+        profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
+        eval_every = setup.eval_every if profile.evaluation_requests else 0
+        config, machine = replace(setup, eval_every=eval_every).config(), Machine(profile, setup.num_ranks)
+        events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
+        engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
+        trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
+        meter = Meter(trainer, engines, setup)
+        run = SimulatedRun(
+            config=config,
+            replicas=[_replica(index, engine, config, events) for index, engine in enumerate(engines)],
+            workers=trainer,
+            loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
+            scorer=DrawnReward(self.draws).scorer(),
+            recorder=recorder or Nothing(),
+            checkpointer=ProfiledCheckpoints(profile, setup),
+            held_out=_held_out(profile.evaluation_requests),
+            events=events,
+            agent_events=EventLog(clock, is_on=events.is_on),
+            collect_s=1.0 if events.is_on else COLLECT_S,
+            as_source=meter.of,
+        )
+        await run.train()
+        meter.mark()
+        return meter.prediction(counted, lead)
+
+
+def _replica(index: int, engine: ProfiledEngine, config: Config, events: DriverEvents) -> RolloutReplica:
+    log = EventLog(asyncio.get_running_loop().time, is_on=events.is_on)
+    return RolloutReplica(f"replica-{index}", engine, config.weight_sync, events=log)
+
+
+def _held_out(count: int) -> Sequence[Prompt]:
+    return [Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="") for index in range(count)]
+
+
+class ProfiledTrainer(SimulatedTrainer):
+    """Trains for as long as the profile says for the tokens of the batch."""
+
+    def __init__(self, profile: Profile, machine: Machine, num_ranks: int):
+        super().__init__(profile.train_s)
+        self.profile = profile
+        self._machine = machine
+        self._num_ranks = num_ranks
+        self.sampled_tokens = 0
+        """The sampled tokens of the batch that comes next."""
+        self.busy_s = 0.0
+
+    async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
+        profile, clock = self.profile, asyncio.get_running_loop().time
+        computed = profile.computed_per_sampled * self.sampled_tokens
+        await asyncio.sleep(profile.driver_s)
+        began = clock()
+        self._machine.training(True)
+        try:
+            seconds = profile.train_s + profile.train_s_per_token * computed / self._num_ranks
+            await self._machine.work(seconds)
+        finally:
+            self._machine.training(False)
+        busy_s = clock() - began
+        self.busy_s += busy_s
+        self.global_steps = global_steps + 1
+        metrics: dict[str, Metric] = {"perf/trainer_busy_s": Max(busy_s), "perf/padded_tokens": Last(computed)}
+        return StepResult(metrics | {"actor/skipped_steps": Last(0.0)})
+
+    async def publish(self, order: PublishOrder) -> Manifest:
+        await asyncio.sleep(self.profile.publish_s)
+        return await super().publish(order)
+
+
+@dataclass
+class ProfiledCheckpoints:
+    """Checkpoints whose copy takes its time; they are written in the background."""
+
+    profile: Profile
+    setup: Setup
+
+    def is_due(self, global_steps: int) -> bool:
+        every, is_last = self.setup.checkpoint_every, global_steps == self.setup.steps
+        return every > 0 and (is_last or is_first_update_after(every, global_steps, self.setup.interval))
+
+    async def stage(self, global_steps: int) -> None:
+        await asyncio.sleep(self.profile.checkpoint_s)
+
+    def commit(self, files: dict[str, bytes]) -> None: ...
+
+    def gauges(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(slots=True)
+class _Mark:
+    """Sums at the beginning of a step."""
+
+    time: float
+    trainer_busy_s: float
+    replica_busy_s: float
+
+
+@dataclass
+class Meter:
+    """Stands between train loop and buffer, and measures."""
+
+    trainer: ProfiledTrainer
+    engines: Sequence[ProfiledEngine]
+    setup: Setup
+    _marks: list[_Mark] = field(default_factory=list)
+    _waits: list[float] = field(default_factory=list)
+    _tokens: list[Counter[int]] = field(default_factory=list)
+    """The number of trained tokens of each step, by staleness."""
+    _buffer: TrajectoryBuffer | None = None
+
+    def of(self, buffer: TrajectoryBuffer) -> "Meter":
+        self._buffer = buffer
+        return self
+
+    @property
+    def ready(self) -> Sequence[TrajectoryGroup]:
+        assert self._buffer is not None
+        return self._buffer.ready
+
+    async def next_batch(self, global_steps: int) -> TrainBatch:
+        assert self._buffer is not None
+        self.mark()
+        batch = await self._buffer.next_batch(global_steps)
+        self._waits.append(self._clock() - self._marks[-1].time)
+        tokens = Counter[int]()
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                for sequence in trajectory.sequences:
+                    for span in sequence.spans:
+                        age = staleness(span.global_steps, global_steps, self.setup.interval)
+                        tokens[age] += span.end - span.start
+        self.trainer.sampled_tokens = tokens.total()  # masked ones are computed, too
+        masks = self.setup.stale_policy == StalePolicy.mask.value
+        most = self.setup.max_staleness if masks else max(tokens, default=0)
+        self._tokens.append(Counter({age: count for age, count in tokens.items() if age <= most}))
+        return batch
+
+    async def advance(self, global_steps: int) -> None:
+        assert self._buffer is not None
+        await self._buffer.advance(global_steps)
+
+    def gauges(self) -> dict[str, float]:
+        assert self._buffer is not None
+        return self._buffer.gauges()
+
+    def mark(self) -> None:
+        busy_s = sum(engine.usage.busy_s for engine in self.engines)
+        self._marks.append(_Mark(self._clock(), self.trainer.busy_s, busy_s))
+
+    def prediction(self, setup: Setup, lead: int) -> Prediction:
+        first, last = self._marks[lead], self._marks[lead + setup.steps]
+        seconds = last.time - first.time
+        counted = self._tokens[lead : lead + setup.steps]
+        tokens_by_staleness = sum(counted, Counter[int]())
+        times = [mark.time for mark in self._marks[lead : lead + setup.steps + 1]]
+        return Prediction(
+            setup=setup,
+            seconds=seconds,
+            samples_per_s=setup.steps * setup.samples_per_step / seconds,
+            tokens_per_s=tokens_by_staleness.total() / seconds,
+            trainer_idle=1 - (last.trainer_busy_s - first.trainer_busy_s) / seconds,
+            replica_idle=1 - (last.replica_busy_s - first.replica_busy_s) / (seconds * len(self.engines)),
+            staleness_p50=weighted_median(tokens_by_staleness),
+            staleness_max=max(tokens_by_staleness),
+            wait_s=tuple(self._waits[lead : lead + setup.steps]),
+            step_s=tuple(end - start for start, end in zip(times, times[1:], strict=False)),
+        )
+
+    @staticmethod
+    def _clock() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def weighted_median(counts: Counter[int]) -> float:
+    half, below = counts.total() / 2, 0
+    for value in sorted(counts):
+        below += counts[value]
+        if below >= half:
+            return float(value)
+    return 0.0

@@ -1,0 +1,166 @@
+"""The wiring of a run on simulated engines and a simulated trainer: everything between them is the real thing.
+
+Buffer, slot ledger, router, rollouter, agent worker, replicas, fleet, evaluator, train loop and checkpoint manager are
+those of a run. They only see the clock of the running event loop, which may be a virtual one.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from configs.schema import Config
+from rollout.actors.tasks import run_with_background
+from rollout.agents.loop import AgentLoop
+from rollout.agents.worker import AgentWorker
+from rollout.buffer import TrajectoryBuffer, make_buffer
+from rollout.evaluation.evaluator import Evaluator
+from rollout.evaluation.pinned import PinnedEvaluator
+from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.log import EventLog
+from rollout.failures import FailureBudget
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.prompts import PromptStream
+from rollout.replica.lifecycle import FleetMember
+from rollout.replica.replica import RolloutReplica
+from rollout.rewards.scoring import RewardScorer
+from rollout.rollouter import GroupRunner, Rollouter
+from rollout.router import max_inflight
+from rollout.types import Prompt, SamplingParams
+from scripts.simulate.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer
+from trainer.loop import TrainLoop
+from trainer.ports import Evaluate, GroupSource
+from weight_sync.checkpoint_manager import CheckpointManager
+
+NEVER_S = 1e9
+AGENT_WORKER = "agent-worker-0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """The parts of a run that has neither models nor processes."""
+
+    config: Config
+    replicas: Sequence[RolloutReplica]
+    """Their engines are simulated."""
+    workers: Any
+    """Stands for the trainer's own workers."""
+    loop: AgentLoop
+    scorer: RewardScorer = NO_REWARD
+    recorder: Any = field(default_factory=Nothing)
+    checkpointer: Any = field(default_factory=NoCheckpoints)
+    held_out: Sequence[Prompt] = ()
+    """Asked as `trainer.eval_every` says, on pinned replicas as in a run."""
+    events: DriverEvents = NO_EVENTS
+    agent_events: EventLog = field(default_factory=lambda: EventLog(is_on=False))
+    """The events of the agent worker."""
+    collect_s: float = 1.0
+    """The seconds after which the replicas are asked for their progress again."""
+    members: Sequence[FleetMember] = ()
+    """The replicas as the driver and the agent worker call them; none: `replicas` themselves."""
+    as_runner: Callable[[GroupRunner], GroupRunner] = lambda agents: agents
+    """Returns the runner of groups that the rollouter calls, given the agent worker."""
+    beside: Callable[[ReplicaFleet, CheckpointManager], Sequence[Coroutine[Any, Any, None]]] = lambda fleet, manager: ()
+    """Returns what else runs on the driver, given the fleet and what updates it."""
+    as_source: Callable[[TrajectoryBuffer], GroupSource] = lambda buffer: buffer
+    """Returns the source of groups for the train loop, given the buffer."""
+
+    async def train(self) -> float:
+        """Take all steps. Returns the seconds, from when the replicas serve the first weights."""
+        config, clock = self.config, asyncio.get_running_loop().time
+        size = config.algorithm.group_size
+        buffer = make_buffer(config)
+        buffer.emit = self.events.emit
+        buffer.on_discard = self.recorder.record_discarded
+        limit = max_inflight(config.rollout.max_num_seqs, size, config.rollout.episodes_per_seat)
+        members: list[Any] = list(self.members or self.replicas)
+        fleet = ReplicaFleet(members, limit, min_replicas=1, report=[].append, events=self.events)
+        manager = CheckpointManager(self.workers, fleet, config.weight_sync)
+        agents = AgentWorker(
+            config=config,
+            tokenizer=NoTokenizer(),
+            loop=self.loop,
+            scorer=self.scorer,
+            events=self.agent_events,
+            replicas={member.name: member.generate_group for member in members},
+        )
+        rollouter = Rollouter(
+            stream=PromptStream([Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")], seed=0),
+            buffer=buffer,
+            fleet=fleet,
+            runner=self.as_runner(agents),
+            updating=manager.updating,
+            sampling=SamplingParams(),
+            group_size=size,
+            group_timeout_s=config.rollout.group_timeout_s,
+            emit=self.events.emit,
+        )
+        loop = TrainLoop(
+            config=config,
+            buffer=self.as_source(buffer),
+            workers=self.workers,
+            manager=manager,
+            evaluate=self._evaluate(agents, fleet, manager),
+            fleet_gauges=None,
+            recorder=self.recorder,
+            checkpointer=self.checkpointer,
+            emit=self.events.emit,
+        )
+
+        async def collect() -> None:
+            """Collect events, as the fleet's monitor and the group of agent workers do."""
+            while True:
+                await asyncio.sleep(self.collect_s)
+                await self._collect(fleet)
+
+        await manager.update_weights(0)
+        started = clock()
+        await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(fleet, manager)])
+        seconds = clock() - started
+        await self._collect(fleet)
+        return seconds
+
+    async def _collect(self, fleet: ReplicaFleet) -> None:
+        await fleet.collect_progress()
+        self.events.take(AGENT_WORKER, self.agent_events.take(), asyncio.get_running_loop().time())
+
+    def _evaluate(self, agents: AgentWorker, fleet: ReplicaFleet, manager: CheckpointManager) -> Evaluate | None:
+        if not self.held_out:
+            return None
+        evaluation = self.config.evaluation
+        evaluator = Evaluator(
+            prompts=self.held_out,
+            router=fleet.router,
+            ask=agents.evaluate,
+            sampling=SamplingParams(),
+            num_samples=evaluation.samples,
+            timeout_s=evaluation.timeout_s,
+            failures=FailureBudget(),
+            on_lost=fleet.lose,
+        )
+        pinned = PinnedEvaluator(
+            evaluator=evaluator,
+            fleet=fleet,
+            updating=manager.updating,
+            catch_up=manager.catch_up,
+            num_replicas=evaluation.replicas,
+            report=[].append,
+        )
+        return pinned.evaluate
+
+
+def without_deadlines(config: Config) -> Config:
+    """Return the config with deadlines that no virtual clock reaches."""
+    sync = replace(
+        config.weight_sync,
+        stage_timeout_s=NEVER_S,
+        pause_timeout_s=NEVER_S,
+        swap_timeout_s=NEVER_S,
+    )
+    return replace(
+        config,
+        weight_sync=sync,
+        rollout=replace(config.rollout, group_timeout_s=NEVER_S),
+        evaluation=replace(config.evaluation, timeout_s=NEVER_S),
+        trainer=replace(config.trainer, batch_timeout_s=NEVER_S),
+    )

@@ -1,0 +1,20 @@
+"""The tokens that sampling left to draw from, as lists."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollout.types import UNKNOWN, KeptTokens
+
+
+def kept_of(rows: Sequence[Sequence[int] | None]) -> KeptTokens:
+    """Return the rows in their compact form. An empty one is the whole vocabulary, and None unknown."""
+    counts = [UNKNOWN if row is None else len(row) for row in rows]
+    token_ids = [token_id for row in rows for token_id in row or ()]
+    return KeptTokens(counts=np.array(counts, np.int32), token_ids=np.array(token_ids, np.int32))
+
+
+def rows_of(kept: KeptTokens) -> list[list[int]]:
+    """Return the rows as lists; that of the whole vocabulary, and of what is unknown, is empty."""
+    ends = kept.offsets().tolist()
+    return [kept.token_ids[start:end].tolist() for start, end in zip(ends[:-1], ends[1:], strict=True)]

@@ -1,0 +1,78 @@
+"""Whole runs with engines, killed again and again: their records alone give the same weights, and other ones."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.observe.run import Run, named_runs
+from tests.support.paths import ROOT
+from tests.support.whole_runs import SIZES, START_DEADLINE_S, started
+from trainer.tracking.sinks import read_metrics
+
+STEPS, NUM_KILLS = 60, 5
+"""Enough steps that a quick machine is not done before the last kill. Checkpoints are of even steps: what came after
+one is taken again."""
+
+
+def replay(run_dir: Path, *words: str) -> tuple[Any, str]:
+    command = [sys.executable, "-m", "scripts.replay", str(run_dir), *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * START_DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_run_that_was_killed_five_times_is_taken_again_to_the_bit(tmp_path: Path) -> None:
+    """The default recipe in small. Its warm model is only in the run folder: the cache is gone after the first kill."""
+    cache = tmp_path / "cache"
+    overrides = [
+        *SIZES,
+        f"trainer.total_steps={STEPS}",
+        "trainer.eval_every=0",
+        "checkpoint.every=2",
+        "model.warmup_steps=10",
+        "rollout.reward=tests.support.rewards:length_parity",
+        f"model.cache_dir={cache}",
+        "resume=auto",
+    ]
+    for kill in (*range(NUM_KILLS), None):
+        with started(tmp_path, *overrides) as run:
+            if kill is None:
+                assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
+            else:
+                run.wait_for_count("  reward ", 4, 2 * START_DEADLINE_S)  # four steps of this process are shown
+                time.sleep(0.1 * kill)
+                run.process.send_signal(signal.SIGKILL)
+                run.process.wait(30)
+        shutil.rmtree(cache, ignore_errors=True)
+    run_dir = tmp_path / "run"
+    outcome, told = replay(run_dir)
+    assert (outcome["steps"], outcome["equal"], outcome["equality_expected"]) == (STEPS, STEPS, True), told
+    assert f"replay of run: all {STEPS} steps gave the run's weights, bit for bit" in told
+    lines = [json.loads(line) for line in (run_dir / "proof.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "beginning" for line in lines) > 1
+    assert lines[-1]["weights"] == outcome["weights"]
+    assert len({line["weights"] for line in lines if line["kind"] == "step"}) > STEPS // 2, "something was learned"
+    check_other_values(run_dir)
+
+
+def check_other_values(run_dir: Path) -> None:
+    """Two replays with other values, one after another, which Compare lists beside the run."""
+    outcomes, told = replay(run_dir, f"steps={STEPS - 3}:{STEPS}", "algorithm.loss=gspo,cispo", "evaluate=true")
+    assert [outcome["changes"] for outcome in outcomes] == [["algorithm.loss=gspo"], ["algorithm.loss=cispo"]]
+    assert "not what another run would have sampled" in told and "gradient cosine" in told
+    for outcome in outcomes:
+        rows = read_metrics(Path(outcome["folder"]) / "metrics.jsonl")
+        assert [row["step"] for row in rows] == [*range(STEPS - 3, STEPS + 1), STEPS]
+        assert rows[-1]["eval/accuracy"] == outcome["accuracy_after"] and 0 <= outcome["accuracy_after"] <= 1
+        assert Run.open(Path(outcome["folder"])).has_ended
+    names = set(named_runs([run_dir]))
+    assert {"run", "run/exact", "run/algorithm.loss-gspo", "run/algorithm.loss-cispo"} <= names

@@ -1,0 +1,102 @@
+"""The batch script on a real Slurm of two nodes: jobs that end, that are requeued, and that are warned before."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support import slurm
+from tests.support.slurm import Slurm
+from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, steps_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(bool(slurm.lacks()), reason=slurm.lacks() or "it is here"),
+]
+SCRIPT = "scripts/deploy/slurm.sh"
+# Two ranks and the task that makes the model need more CPUs than one node has.
+SFT = [
+    *("sft", "device=cpu", "model=tiny", "sizes=tiny", "trainer.num_ranks=2", "trainer.eval_every=0"),
+    *("trainer.lr_warmup_steps=0", "data.num_train=200", "data.num_val=16"),
+]
+
+
+@dataclass
+class Job:
+    """A training that the script runs on both nodes."""
+
+    cluster: Slurm
+    number: str
+    folder: Path
+
+    @classmethod
+    def submitted(cls, cluster: Slurm, folder: Path, *words: str) -> "Job":
+        folder.mkdir()
+        options = ["--parsable", "--nodes=2", "--time=60", f"--output={folder}/output.txt"]
+        words = (*SFT, *words, f"hydra.run.dir={folder}/run")
+        return cls(cluster, cluster.call("sbatch", *options, SCRIPT, *words, RAY_TMPDIR=str(cluster.folder)), folder)
+
+    def output(self) -> str:
+        path = self.folder / "output.txt"
+        return path.read_text() if path.exists() else ""
+
+    def steps(self) -> list[int]:
+        """Return the steps that the records have, after what was set aside."""
+        run_dir = self.folder / "run"
+        if not (run_dir / "metrics.jsonl").exists():
+            return []
+        return [record["step"] for record in steps_of(run_dir, "actor/ce_loss")]
+
+    def newest_checkpoint(self) -> int:
+        return max(int(path.name.removeprefix("step_")) for path in (self.folder / "run/checkpoints").glob("step_*"))
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + START_DEADLINE_S + END_DEADLINE_S
+        failed_since: float | None = None
+        while not what():
+            state = self.cluster.state(self.number)
+            # A job that is about to be queued again may have failed for a moment.
+            failed_since = (failed_since or time.monotonic()) if state == "FAILED" else None
+            has_failed = failed_since is not None and time.monotonic() > failed_since + 30
+            told = f"{self.cluster.call('scontrol', 'show', 'job', self.number)}\n{self.output()}"
+            assert time.monotonic() < deadline and not has_failed, told
+            if state == "PENDING":  # Slurm lets a job that was requeued wait for two minutes
+                with suppress(AssertionError):  # it may have started since
+                    self.cluster.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+            time.sleep(0.5)
+
+    def first_steps(self) -> list[int]:
+        """Return the first step of each process that has trained."""
+        return [int(step) for step in re.findall(r"\] training\n(?:validation.*\n)?step +(\d+)/", self.output())]
+
+
+def test_a_job_that_is_requeued_goes_on_and_one_that_is_warned_saves_before(tmp_path: Path) -> None:
+    with slurm.started(num_nodes=2, cpus=2) as cluster:
+        job = Job.submitted(cluster, tmp_path / "short", "trainer.total_steps=2")
+        job.wait(lambda: cluster.state(job.number) == "COMPLETED")
+        assert job.steps() == [1, 2] and not (cluster.folder / f"ray-{job.number}").exists()
+
+        job = Job.submitted(cluster, tmp_path / "long", "trainer.total_steps=1000000", "checkpoint.every=5")
+        job.wait(lambda: len(job.steps()) > 6)
+        cluster.call("scontrol", "requeue", job.number)  # as when a host fails
+        saved = job.newest_checkpoint()
+        job.wait(lambda: len(job.first_steps()) == 2)
+        first, second = job.first_steps()
+        # It may have saved again before it was ended.
+        assert first == 1 and second > saved and second % 5 == 1
+
+        cluster.call("scancel", "--batch", "--signal=USR1", job.number)  # as Slurm does before the time is over
+        job.wait(lambda: "SIGUSR1: saves a checkpoint" in job.output() and "to go on from step" in job.output())
+        saved = job.newest_checkpoint()
+        assert job.steps()[-1] == saved, "no step is lost"
+        job.wait(lambda: len(job.first_steps()) == 3)
+        assert job.first_steps()[-1] == saved + 1
+        steps = job.steps()
+        assert steps == list(range(1, steps[-1] + 1))
+        cluster.call("scancel", job.number)
+        job.wait(lambda: cluster.state(job.number) == "CANCELLED")

@@ -1,0 +1,163 @@
+"""Train workers on two machines that share no run folder, of which one dies: checkpoints are whole or refused."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+
+from configs.checkpoint import CheckpointConfig
+from configs.schema import Config, Layout, TrainerConfig
+from tests.support import batches
+from tests.support.actors import no_redirect
+from tests.support.machines import NEEDS_NAMESPACES, Machine
+from tests.support.reference import VOCAB_SIZE, double, random_groups
+from trainer.batch import StepBatch
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.store import METADATA, CheckpointStore
+from trainer.tiny.model import build_model, build_tokenizer, save_tiny_model
+from trainer.worker.recovery import RecoveringWorkers
+from trainer.worker.worker_group import TrainWorkerGroup
+from weight_sync.transports.registry import make_sender
+
+pytestmark = [pytest.mark.slow, NEEDS_NAMESPACES]
+
+CONFIG = Config(
+    trainer=TrainerConfig(num_ranks=2, total_steps=6, lr=3e-3, step_timeout_s=120),
+    checkpoint=CheckpointConfig(every=2, memory_every=1),
+)
+
+
+@dataclass
+class Scene:
+    runner: asyncio.Runner
+    machine: Machine
+    group: TrainWorkerGroup
+    workers: RecoveringWorkers
+    store: CheckpointStore
+    checkpointer: Checkpointer
+    steps: list[StepBatch]
+    reports: list[str]
+    digests: list[str] = field(default_factory=list)
+
+    async def train(self, steps: int) -> None:
+        for _ in range(steps):
+            step = self.workers.global_steps
+            self.digests.append((await self.workers.train_step(self.steps[step], step)).weights)
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        async def within_deadline() -> Any:
+            async with asyncio.timeout(300):
+                return await call
+
+        return self.runner.run(within_deadline())
+
+    async def save(self, step: int) -> None:
+        await self.checkpointer.stage(step)
+        self.checkpointer.commit({})
+        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
+
+    def worker_elsewhere(self) -> psutil.Process:
+        [worker] = [process for process in self.machine.processes() if "TrainWorkerActor" in process.name()]
+        return worker
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    folder = tmp_path_factory.mktemp("machines")
+    runs, model = folder / "runs", folder / "model"
+    runs.mkdir()
+    save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0)
+    machine = Machine(lacks=runs, num_cpus=1)
+    group = TrainWorkerGroup(
+        config=CONFIG,
+        device="cpu",
+        make_sender=partial(make_sender, CONFIG.weight_sync, "machines"),
+        on_start=no_redirect,
+        placement=placement_group([{"CPU": 1}, {"CPU": 1}], "SPREAD"),
+    )
+    store, reports = CheckpointStore(runs / "checkpoints"), list[str]()
+    workers = RecoveringWorkers(group=group, store=store, config=CONFIG, report=reports.append)
+    checkpointer = Checkpointer(
+        store=store,
+        workers=workers,
+        snapshots={},
+        config=CONFIG.checkpoint,
+        total_steps=6,
+        update_interval=1,
+        report=reports.append,
+    )
+    sampler = double(build_model(VOCAB_SIZE, seed=0))
+    steps = [batches.pack(random_groups(sampler, seed), Layout.packed, 2, 48) for seed in range(6)]
+    with asyncio.Runner() as runner:
+        scene = Scene(runner, machine, group, workers, store, checkpointer, steps, reports)
+        try:
+            scene.run(workers.setup(str(model)))
+            yield scene
+        finally:
+            group.kill()
+            machine.die()
+            ray.shutdown()
+
+
+def test_ranks_that_do_not_have_the_run_folder_save_and_load_through_the_driver(scene: Scene) -> None:
+    async def scenario() -> None:
+        await scene.train(2)
+        await scene.save(2)
+        checkpoint = scene.store.newest_good(scene.reports.append)
+        assert checkpoint is not None and checkpoint.global_steps == 2
+        names = {path.name for path in checkpoint.train_folder.iterdir()}
+        assert names == {METADATA, "__0_0.distcp", "__1_0.distcp"}
+        await scene.train(1)
+        await scene.group.load_checkpoint(checkpoint.train_folder)
+        origin = await scene.group.origin()
+        assert origin.weights == scene.digests[1], "those of the checkpoint again"
+        again = await scene.group.train_step(scene.steps[2], 2)
+        assert again.weights == scene.digests[2]
+
+    assert len({scene.machine.node_id, ray.get_runtime_context().get_node_id()}) == 2
+    assert scene.worker_elsewhere().is_running()
+    scene.run(scenario())
+    assert scene.reports == []
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(scene: Scene) -> None:
+    """It writes through a process on the driver's machine, which stands still meanwhile."""
+
+    async def scenario() -> None:
+        await scene.train(1)
+        disk = psutil.Process(await scene.group._drivers_machine.__ray_call__.remote(lambda machine: os.getpid()))
+        disk.suspend()
+        await scene.checkpointer.stage(4)
+        scene.checkpointer.commit({})
+        scene.worker_elsewhere().kill()  # which waits for the driver's machine, and the other rank for it
+        disk.resume()
+        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
+
+    scene.run(scenario())
+    assert "the checkpoint of step 4 failed: the train workers could not write: " in scene.reports[0]
+    assert [path.name for path in scene.store.folder.iterdir()] == ["step_000002"]
+    scene.run(scene.train(1))
+    assert scene.reports[-1].endswith(": from memory, with 0 step(s) trained again")
+
+
+def test_a_machine_that_dies_takes_no_step_with_it(scene: Scene) -> None:
+    """The state of its rank is in the memory of the other machine, too."""
+    scene.machine.die()
+    scene.run(scene.train(1))
+    assert scene.reports[-1].endswith(": from memory, with 0 step(s) trained again")
+
+
+def test_the_weights_are_those_of_a_run_that_lost_nothing(scene: Scene) -> None:
+    async def undisturbed() -> list[str]:
+        await scene.group.start_again()
+        return [(await scene.group.train_step(batch, step)).weights for step, batch in enumerate(scene.steps)]
+
+    assert scene.run(undisturbed()) == scene.digests

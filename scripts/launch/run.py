@@ -13,6 +13,7 @@ from typing import Any
 from configs.checkpoint import FLEET_SOCKET
 from configs.schema import Config
 from rollout.actors.tasks import run_with_background
+from rollout.curriculum.order import OtherPromptsError
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.fleet.app import fleet_app
@@ -21,7 +22,6 @@ from rollout.http.access import Access
 from rollout.http.gateway import gateway_app
 from rollout.http.server import linked_socket, listen, listener_url, served
 from rollout.http.token import control_token, usage
-from rollout.curriculum.order import OtherPromptsError
 from rollout.snapshot import capture, encode, restore
 from scripts.command.command import ending_early
 from scripts.command.resume import ROLLOUTS, Resumed

@@ -18,7 +18,9 @@ def test_numbers_ascend_and_text_that_is_a_number_is_one() -> None:
 
 def test_other_text_has_a_level_for_each_value_unless_an_order_is_needed() -> None:
     assert levels("hard", "easy", "hard", "2") == [2, 1, 2, 0]
-    with pytest.raises(ColumnError, match=r"column 'info.level' must be a number, from easy to hard, is 'hard'") as error:
+    with pytest.raises(
+        ColumnError, match=r"column 'info.level' must be a number, from easy to hard, is 'hard'"
+    ) as error:
         levels(1, "hard", needs_numbers=True)
     assert error.value.place == 1
 

@@ -1,5 +1,5 @@
-"""The question: how many rollouts does an order of the prompts save? A mixture of easy and hard problems, uniform against
-frontier. Half an hour on two cores.
+"""The question: how many rollouts does an order of the prompts save? Easy and hard problems, uniform against frontier.
+Half an hour on two cores.
 
 python -m scripts.bench.curriculum [--seeds 3] [--steps 80] [--picture docs/assets/curriculum.png]
 

@@ -3,7 +3,7 @@ Half an hour on two cores.
 
 python -m scripts.bench.curriculum [--seeds 3] [--steps 80] [--picture docs/assets/curriculum.png]
 
-The problems are word problems of two steps, which the warm model nearly always solves, and of four, at which it mostly
+The problems are word problems of two steps, which the warm model nearly always solves, and of three, at which it mostly
 stops too early. A quarter is hard, in the training set as in the held-out set. The arms differ in data.curriculum only:
 
 - uniform: every row once per epoch, shuffled.
@@ -35,7 +35,7 @@ from scripts.bench.harness import make_parser
 from scripts.bench.learning import Curve, draw, train_all
 from scripts.observe.tables import show_table, write_json
 
-EASY, HARD = 2, 4
+EASY, HARD = 2, 3
 """Steps of a problem."""
 HARD_SHARE = 0.25
 MAX_NUMBER = 9
@@ -142,7 +142,7 @@ def base_config(steps: int) -> Config:
         base,
         data=data,
         trainer=replace(base.trainer, total_steps=steps, eval_every=4),
-        rollout=replace(base.rollout, max_response_tokens=48),
+        rollout=replace(base.rollout, max_response_tokens=40),
         checkpoint=CheckpointConfig(every=0),
     )
 

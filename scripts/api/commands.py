@@ -100,7 +100,9 @@ def sft(
         held_out: The same for those whose loss is measured.
     """
     line = [*_recipe(recipe), *_model(model), *_sections(data, held_out), *words(overrides)]
-    return _trained(_ended("sft", _completed("sft", line, {"sft.train_files": data, "sft.val_files": held_out}, run_dir)))
+    return _trained(
+        _ended("sft", _completed("sft", line, {"sft.train_files": data, "sft.val_files": held_out}, run_dir))
+    )
 
 
 def evaluate(
@@ -201,7 +203,9 @@ def _loop(
         raise ConfigError("environment and tools: an episode has one of them; an environment answers calls itself")
     if environment is None and tools is None:
         if max_turns is not None:
-            raise ConfigError(f"max_turns={max_turns}: counts the turns with an environment or tools, and there are none")
+            raise ConfigError(
+                f"max_turns={max_turns}: counts the turns with an environment or tools, and there are none"
+            )
         return []
     arguments: dict[str, Any] = {} if max_turns is None else {"max_turns": max_turns}
     if environment is not None:

@@ -35,7 +35,7 @@ class TrainResult:
 
     @cached_property
     def metrics(self) -> tuple[Mapping[str, float], ...]:
-        """The lines of metrics.jsonl, each with its `step`: one for every step and every evaluation (docs/metrics.md)."""
+        """The lines of metrics.jsonl, each with its `step`: one for each step and each evaluation (docs/metrics.md)."""
         try:
             lines = (self.run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
@@ -122,5 +122,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

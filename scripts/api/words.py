@@ -75,4 +75,6 @@ def reward_text(reward: Reward) -> str:
             return f"{weight!r}*{reward_text(term)}"
     if callable(reward):
         return reference("rollout.reward", reward)
-    raise ConfigError(f"rollout.reward={reward!r:.100}: must be a function, a name, (weight, reward) or a list of these")
+    raise ConfigError(
+        f"rollout.reward={reward!r:.100}: must be a function, a name, (weight, reward) or a list of these"
+    )

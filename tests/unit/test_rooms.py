@@ -26,10 +26,10 @@ ORDER = {
     ],
     "scripts": [
         *("command", "launch", "plan", "api"),
-        *("observe", "simulate", "predict", "replay", "dashboard", "bench"),
+        *("observe", "simulate", "predict", "replay", "dashboard", "bench", "migrate"),
     ],
 }
-WINGS = {"observe", "dashboard", "predict", "replay", "simulate", "bench"}
+WINGS = {"observe", "dashboard", "predict", "replay", "simulate", "bench", "migrate"}
 """The folders of `scripts` that look at runs or try things out. Nothing else may need them."""
 ABOVE_COMMANDS = {"api": {"train", "sft", "evaluate", "serve"}}
 """The folders of `scripts` that run commands, and which."""

@@ -23,6 +23,8 @@ from rollout.actors.owned import ending, kill_group
 from rollout.actors.packed import CarriedError
 from scripts.api.functions import python_path
 
+CHILD = "scripts.api.child"
+"""The module of the process."""
 STOP_S = 180.0
 """The longest time that a stopped command gets to end what it has started. Then it is killed."""
 LOOK_S = 0.1
@@ -61,7 +63,7 @@ class CommandProcess:
         # its standard input, whose end tells it that this process is gone. -P: the current folder may have packages of
         # the names of ours.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "scripts.api.child", command, str(self._file), *arguments],
+            [sys.executable, "-P", "-m", CHILD, command, str(self._file), *arguments],
             stdin=subprocess.PIPE,
             stdout=None if is_direct else subprocess.PIPE,
             stderr=None if is_direct else subprocess.PIPE,

@@ -58,11 +58,11 @@ def composable(overrides: Mapping[str, Any]) -> tuple[list[str], list[Refusal]]:
     """Return the overrides that our checks let through together, and those that they refuse, with their reasons."""
     words = {key: f"{key}={_text(value)}" for key, value in overrides.items()}
     refusals: list[Refusal] = []
-    while (problems := _problems(list(words.values()))) and words:
+    while words and (problems := _problems(list(words.values()))):
         refused = {key: why for key in words for why in problems if why.startswith((f"{key}=", f"{key}:", f"{key} "))}
-        if not refused:  # a check that names a key that was not set: it is met with what is set here
-            last = list(words)[-1]
-            refused = {last: problems[0]}
+        if not refused:  # a check that begins with a key that is not set here: the last of those that it names goes
+            named = [key for key in words if any(key in why for why in problems)] or list(words)
+            refused = {named[-1]: problems[0]}
         refusals += [Refusal(override=words.pop(key), why=why) for key, why in refused.items()]
     return list(words.values()), refusals
 
@@ -115,6 +115,7 @@ def _notes(translation: Translation, refusals: Sequence[Refusal]) -> Iterator[st
     without = [told for told in translation.told if not told.here]
     yield from _section("What means something else here, or was converted", map(_converted, converted))
     yield from _section("Without a counterpart", map(_without, without))
+    yield from _section("To do by hand", iter(translation.to_do))
     yield from _section("Refused by our checks, and left out", (f"{each.override}: {each.why}" for each in refusals))
 
 

@@ -57,6 +57,8 @@ class Rules:
     """Values that their framework takes where the file is silent, of keys whose default differs here."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Our keys that every run coming from there needs, such as the columns of its data."""
+    own_code: Mapping[str, Rule] = field(default_factory=dict)
+    """Rules for functions of the user, which no value tells: it may be Unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class Translation:
 
     overrides: Mapping[str, Any]
     told: tuple[Told, ...]
+    to_do: tuple[str, ...] = ()
+    """What to set in the command, which has a placeholder or leaves it out."""
 
 
 def translate(source: Source, rules: Rules) -> Translation:
@@ -95,11 +99,26 @@ def translate(source: Source, rules: Rules) -> Translation:
                 told.append(Told(setting=setting, here={}, why=why))
             case Covered():
                 pass
-    return Translation(overrides=overrides, told=tuple(told))
+    return Translation(overrides=overrides, told=tuple(told), to_do=tuple(_fill_gaps(overrides)))
+
+
+def _fill_gaps(overrides: dict[str, Any]) -> Iterator[str]:
+    """Set what a training of a pretrained model must have, and yield what is left to do."""
+    if "model.path" not in overrides:
+        overrides["model.path"] = "ORG/MODEL"
+        yield "model.path: the model is not named in the file"
+    if "data.train_files" not in overrides:
+        overrides["data.train_files"] = "TRAIN_FILES"
+        yield "data.train_files: the data is not named in the file"
+    if "data.val_files" not in overrides:
+        overrides["data.val_files"] = "none"
+        yield "data.val_files: nothing is held out; data.val_share=0.05 in its place holds out a part"
 
 
 def _answer(setting: Setting, theirs: Theirs, framework: str, rules: Rules) -> Answer:
     key, value = setting.key, setting.value
+    if key in rules.own_code:
+        return rules.own_code[key](value, theirs)
     if isinstance(value, Unknown):
         return Nothing(f"its value is known only when the file runs: {_named(key, framework)}")
     if (rule := rules.rules.get(key)) is not None:
@@ -138,7 +157,7 @@ def renamed(here: str, values: Mapping[Any, Any], why: str = "") -> Rule:
     def rule(value: Any, theirs: Theirs) -> Answer:
         plain = value.replace("-", "_").lower() if isinstance(value, str) else value
         if plain not in values:
-            return Nothing(f"{here} has no counterpart of this value")
+            return Nothing(f"{here} has no such value")
         return Here({here: values[plain]}, why)
 
     return rule

@@ -95,6 +95,12 @@ def _sinks(value: Any, theirs: Theirs) -> Answer:
     return Here({"tracking.sinks": ["jsonl", *sinks]}, "jsonl is always in it")
 
 
+def _lora_targets(value: Any, theirs: Theirs) -> Answer:
+    if value == "all-linear":
+        return Here({"model.lora.targets": ["all_linear"]})
+    return Here({"model.lora.targets": value if isinstance(value, list) else str(value).split()})
+
+
 def _resume(value: Any, theirs: Theirs) -> Answer:
     return Nothing("checkpoints of TRL are not read: name their folder in model.path") if value else Covered()
 
@@ -145,11 +151,7 @@ RULES = Rules(
         "warmup_ratio": lambda value, _: Here({"trainer.lr_warmup_ratio": value}) if value else Covered(),
         "gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
         "lora_r": lambda value, _: Here({"model.lora.rank": value}) if value else Covered(),
-        "lora_target_modules": lambda value, _: (
-            Here({"model.lora.targets": ["all_linear"]})
-            if value == "all-linear"
-            else Here({"model.lora.targets": value if isinstance(value, list) else str(value).split()})
-        ),
+        "lora_target_modules": _lora_targets,
         "eval_steps": _frequency("eval_strategy", "trainer.eval_every"),
         "eval_strategy": _strategy("trainer.eval_every"),
         "save_steps": _frequency("save_strategy", "checkpoint.every"),
@@ -171,10 +173,6 @@ RULES = Rules(
         "dataset_train_split": covered,
         "train_dataset": files("data.train_files"),
         "eval_dataset": _held_out,
-        "reward_funcs": _reward,
-        "environment_factory": lambda value, _: Nothing(
-            "rollout.agent_loop=rollout.environments.trl:agent_loop rollout.agent_args.factory=module:NAME"
-        ),
         "use_peft": covered,
         "logging_first_step": covered,
         "top_k": lambda value, _: Here({"rollout.top_k": int(value) if value else -1}),
@@ -189,6 +187,12 @@ RULES = Rules(
         "fsdp": "the trainer is FSDP2",
         "dataloader_": "data is read by the driver",
         "vllm_server": "a run starts its own engines",
+    },
+    own_code={
+        "reward_funcs": _reward,
+        "environment_factory": lambda value, _: Nothing(
+            "rollout.agent_loop=rollout.environments.trl:agent_loop rollout.agent_args.factory=module:NAME runs it"
+        ),
     },
     defaults={"epsilon_high": None, "learning_rate": 1e-6, "num_generations": 8, BATCH[0]: 8, BATCH[1]: 1},
     always={"data.prompt_key": "prompt", "data.prompt_template": "{question}", "data.chat_template": True},

@@ -254,13 +254,6 @@ RULES = Rules(
         **{
             f"{buffer}.penalty_factor": only_if(f"{buffer}.enable", under_the_name(PENALTY), True) for buffer in BUFFERS
         },
-        **dict.fromkeys(
-            ("custom_reward_function.path", "reward.custom_reward_function.path"),
-            reward_by_hand(
-                "(data_source, solution_str, ground_truth, extra_info)",
-                "compute_score(prompt.data_source, text, prompt.ground_truth, prompt.extra)",
-            ),
-        ),
         **dict.fromkeys(("custom_reward_function.name", "reward.custom_reward_function.name"), covered),
     },
     nothing={
@@ -278,6 +271,13 @@ RULES = Rules(
         "critic.": "the critic is sized as the policy; critic.lr and critic.value_clip are its keys",
         "data.reward_fn_key": "a row's data_source is prompt.data_source for the reward",
     },
+    own_code=dict.fromkeys(
+        ("custom_reward_function.path", "reward.custom_reward_function.path"),
+        reward_by_hand(
+            "(data_source, solution_str, ground_truth, extra_info)",
+            "compute_score(prompt.data_source, text, prompt.ground_truth, prompt.extra)",
+        ),
+    ),
     defaults={f"{ACTOR}.clip_ratio": 0.2, f"{ACTOR}.optim.lr": 1e-6},
     always={
         "data.prompt_key": "prompt",

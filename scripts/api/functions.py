@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -125,10 +126,9 @@ def _is_found(module: str, file: Path) -> bool:
 
 
 def _pickled(key: str, function: Callable[..., Any]) -> bytes:
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    is_elsewhere = module is not None and module.__name__ != "__main__" and vars(module).get("__file__") is not None
-    if is_elsewhere:  # new processes do not find it: its functions travel, and not its name
-        cloudpickle.register_pickle_by_value(module)
+    hidden = _hidden_module(function)
+    if hidden is not None:
+        cloudpickle.register_pickle_by_value(hidden)
     try:
         pickled = cloudpickle.dumps(function)
     except Exception as error:  # every object raises what it likes
@@ -137,14 +137,30 @@ def _pickled(key: str, function: Callable[..., Any]) -> bytes:
             "Make what it holds inside of it, or put it into a module of the current folder"
         ) from error
     finally:
-        if is_elsewhere:
-            cloudpickle.unregister_pickle_by_value(module)
+        if hidden is not None:
+            cloudpickle.unregister_pickle_by_value(hidden)
     if len(pickled) > LARGEST:
         raise ConfigError(
             f"{key}={_shown(function)}: has {len(pickled) / 2**20:.0f} MiB with what it refers to, and "
             f"{LARGEST // 2**20} are allowed: let it read large data from a file"
         )
     return pickled
+
+
+def _hidden_module(function: Callable[..., Any]) -> ModuleType | None:
+    """Return the module of a function or class that new processes do not find: what is in it travels, not its name."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if (
+        module is None
+        or module.__name__ == "__main__"
+        or not (inspect.isfunction(function) or isinstance(function, type))
+    ):
+        return None
+    file = vars(module).get("__file__")
+    is_found = (
+        file is None or Path(file).is_relative_to(sys.base_prefix) or _is_found(module.__name__, Path(file).resolve())
+    )
+    return None if is_found else module
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -44,7 +44,7 @@ Rule = Callable[[Any, Theirs], Answer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is special about a framework.
+    """The rules of a framework.
 
     Example: Rules(rules={"trainer.save_freq": never_is_zero("checkpoint.every")}, nothing={"trainer.device": "..."})
     """
@@ -78,7 +78,7 @@ class Translation:
     overrides: Mapping[str, Any]
     told: tuple[Told, ...]
     to_do: tuple[str, ...] = ()
-    """What to set in the command, which has a placeholder or leaves it out."""
+    """Sentences on what is left to set in the command."""
 
 
 def translate(source: Source, rules: Rules) -> Translation:

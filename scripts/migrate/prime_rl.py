@@ -47,7 +47,7 @@ def _environments(value: Any, theirs: Theirs) -> Answer:
             "data.train_files": name,
             "data.val_files": name,
         },
-        "needs the package verifiers, and the environment's own; its `args` go into rollout.agent_args.env_args",
+        "needs the packages of verifiers and of the environment; its args are rollout.agent_args.args",
     )
 
 
@@ -117,6 +117,11 @@ RULES = Rules(
         "slurm": "scripts/deploy/slurm.sh starts a run under Slurm",
     },
     defaults={"trainer.optim.lr": 1e-6},
-    always={"data.chat_template": True, "data.prompt_template": "{question}"},
+    always={
+        "data.prompt_key": "prompt",
+        "data.answer_key": "answer",
+        "data.prompt_template": "{question}",
+        "data.chat_template": True,
+    },
 )
 """The table of names in `configs.cli.peers` says the rest."""

@@ -21,7 +21,7 @@ MARKS = {
     "prime_rl": re.compile(r"\bprime[-_]rl\b|^\s*\[(orchestrator|inference|deployment)\b", re.MULTILINE),
     "trl": re.compile(r"\btrl\b|\bGRPO(Config|Trainer)\b|num_generations|per_device_train_batch_size"),
 }
-"""What tells a file of each framework, in the order in which they are looked for."""
+"""Signs of a file of each framework, in the order in which they are looked for."""
 
 
 def read(path: Path, framework: str | None) -> Source:

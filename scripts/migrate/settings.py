@@ -1,11 +1,13 @@
 """Settings of another framework, as they were read from its script or file. Nothing of it is run."""
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
+
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE | re.ASCII)
 
 
 class UnreadableError(ValueError):
@@ -42,11 +44,8 @@ class Source:
 
 def typed(text: str) -> Any:
     """Return the value of a text as these frameworks' command lines read it: 1e-6 is a number, True a truth value."""
-    try:
-        number = float(text)
-        return int(text) if text.lstrip("+-").isdigit() else number if math.isfinite(number) else text
-    except ValueError:
-        pass
+    if NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
     if text.lower() in ("none", "null", "~"):
         return None
     try:

@@ -56,9 +56,9 @@ class Shell:
                 self.arrays[name] = [*(self.arrays.get(name, []) if more else []), *words]
                 continue
             words = self.words(value)
-            if len(words) > 1 and words[1] not in SEPARATORS:  # `NAME=value command ...`
-                self._take_commands(line)
             self.variables[name] = (self.variables.get(name, "") if more else "") + (words[0] if words else "")
+            if len(words) > 1:  # `NAME=value command ...`, `NAME=value; command ...`
+                self._take_commands(line)
 
     def _take_commands(self, line: str) -> None:
         command: list[str] = []
@@ -138,7 +138,9 @@ class Shell:
         name, how = match["name"], match["how"]
         if match["array"]:
             return f"{MANY}{name}"
-        if how in ("-", "=") and not self.variables.get(name):
+        if how == "=" and not self.variables.get(name):
+            self.variables[name] = self._text(match["other"])
+        if how == "-" and not self.variables.get(name):
             return self._text(match["other"])
         if how == "+":
             return self._text(match["other"]) if self.variables.get(name) else ""

@@ -54,13 +54,13 @@ def _clip_high(value: Any, theirs: Theirs) -> Answer:
 
 
 def _loss(value: Any, theirs: Theirs) -> Answer:
-    return Here(LOSSES[value]) if value in LOSSES else Nothing("algorithm.loss has no counterpart of this value")
+    return Here(LOSSES[value]) if value in LOSSES else Nothing("algorithm.loss has no such value")
 
 
 def _level(value: Any, theirs: Theirs) -> Answer:
     if value == "sequence":
         return Here({"algorithm.loss": "gspo"}, "the ratio of a sequence is gspo's")
-    return Covered() if value == "token" else Nothing("algorithm.loss has no counterpart of this value")
+    return Covered() if value == "token" else Nothing("algorithm.loss has no such value")
 
 
 def _frequency(switch: str, here: str):
@@ -92,7 +92,9 @@ def _steps(value: Any, theirs: Theirs) -> Answer:
 def _sinks(value: Any, theirs: Theirs) -> Answer:
     names = value if isinstance(value, list) else [value]
     sinks = [name for name in names if name in ("wandb", "tensorboard")]
-    return Here({"tracking.sinks": ["jsonl", *sinks]}, "jsonl is always in it")
+    others = [str(name) for name in names if name not in (*sinks, "none", "all", None)]
+    why = f"; there is no {', '.join(others)}" if others else ""
+    return Here({"tracking.sinks": ["jsonl", *sinks]}, f"jsonl is always in it{why}")
 
 
 def _lora_targets(value: Any, theirs: Theirs) -> Answer:

@@ -12,7 +12,7 @@ from configs.checkpoint import CHECKPOINTS
 from scripts.api.process import CommandProcess
 from trainer.checkpoint.store import CheckpointStore
 from trainer.tracking.recorder import ACCURACY, SUMMARY_FILE
-from trainer.tracking.sinks import METRICS_FILE
+from trainer.tracking.sinks import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,8 @@ class TrainResult:
     @cached_property
     def metrics(self) -> tuple[Mapping[str, float], ...]:
         """The lines of metrics.jsonl, each with its `step`: one for each step and each evaluation (docs/metrics.md)."""
-        try:
-            lines = (self.run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return ()
-        return tuple(json.loads(line) for line in lines)
+        file = self.run_dir / METRICS_FILE
+        return tuple(read_metrics(file)) if file.is_file() else ()
 
     @property
     def checkpoints(self) -> tuple[Path, ...]:

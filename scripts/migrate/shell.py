@@ -193,7 +193,7 @@ def options_of(command: list[str]) -> list[Setting]:
 
 def _values(words: list[str]) -> Iterator[str]:
     for word in words:
-        if word.startswith("--"):
+        if word.startswith("--") or word.endswith(".py"):  # a script between the options of its launcher and its own
             return
         yield word
 

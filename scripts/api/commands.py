@@ -247,7 +247,7 @@ def _completed(
         where = Path(folder(job.hydra, "run")).resolve()
         written = {key: write_rows(where, key.rpartition(".")[2].removesuffix("_files"), rows[key]) for key in rows}
         line += [f"{key}={quoted(str(file))}" for key, file in written.items()]
-        line.append(f"hydra.run.dir={quoted(str(where))}")
+        line += [] if run_dir is not None else [f"hydra.run.dir={quoted(str(where))}"]
     return line
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from codecs import getincrementaldecoder
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +150,7 @@ class _Output:
                 self._write(key.fileobj, *key.data)  # pyright: ignore[reportArgumentType]
             wait_s = 0
 
-    def _write(self, pipe: IO[bytes], target: TextIO, decoder) -> None:  # noqa: ANN001
+    def _write(self, pipe: IO[bytes], target: TextIO, decoder: IncrementalDecoder) -> None:
         piece = os.read(pipe.fileno(), PIECE_BYTES)
         target.write(decoder.decode(piece, final=not piece))
         target.flush()

@@ -16,6 +16,7 @@ from scripts.migrate.counterparts import (
     renamed,
     under_the_name,
 )
+from scripts.migrate.settings import Unknown
 
 PROMPTS = "in prompts; theirs counts trajectories of {} process(es)"
 LOSSES = {
@@ -118,7 +119,7 @@ def _held_out(value: Any, theirs: Theirs) -> Answer:
 
 
 def _reward(value: Any, theirs: Theirs) -> Answer:
-    shown = getattr(value, "text", value)
+    shown = value.text if isinstance(value, Unknown) else value
     wrapper = "def reward(prompt, text): return theirs(completions=[text], **{...})[0]"
     return Nothing(
         f"rollout.reward takes (prompt, text) of one response, and {shown} lists of completions and columns, which are "

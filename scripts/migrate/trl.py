@@ -111,7 +111,11 @@ def _resume(value: Any, theirs: Theirs) -> Answer:
 def _data_set(value: Any, theirs: Theirs) -> Answer:
     split = theirs.get("dataset_train_split", "train")
     config = theirs.get("dataset_config")
-    return Here({"data.train_files": f"{value}{f':{config}' if config else ''}@{split}"})
+    name = f"{value}{f':{config}' if config else ''}"
+    held_out = {"data.val_files": f"{name}@{theirs.get('dataset_test_split', 'test')}"}
+    return Here(
+        {"data.train_files": f"{name}@{split}"} | (held_out if theirs.get("eval_strategy", NEVER) != NEVER else {})
+    )
 
 
 def _held_out(value: Any, theirs: Theirs) -> Answer:
@@ -174,6 +178,7 @@ RULES = Rules(
         "dataset_name": _data_set,
         "dataset_config": covered,
         "dataset_train_split": covered,
+        "dataset_test_split": covered,
         "train_dataset": files("data.train_files"),
         "eval_dataset": _held_out,
         "use_peft": covered,

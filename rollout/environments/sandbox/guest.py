@@ -9,6 +9,7 @@ A request and an answer are each a JSON object after its size, and then so many 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -68,7 +69,7 @@ class Guest:
             if not stat.S_ISREG(status.st_mode):
                 return {"error": "is no plain file"}, b""
             if status.st_size > request["most"]:
-                return {"error": "has %d bytes, and at most %d are read" % (status.st_size, request["most"])}, b""
+                return {"error": f"has {status.st_size} bytes, and at most {request['most']} are read"}, b""
             parts = []
             while sum(map(len, parts)) < request["most"]:
                 part = os.read(file, CHUNK)
@@ -95,8 +96,7 @@ class Guest:
             os.close(file)
         return {}, b""
 
-    def do_end(self, request, content):
-        self.end_processes()
+    def do_hello(self, request, content):
         return {}, b""
 
     def do_renew(self, request, content):
@@ -105,6 +105,18 @@ class Guest:
         self.broken = None
         for folder in self.settings["writable"]:
             empty(folder)
+        self.make_folders()
+        return {}, b""
+
+    def do_clear(self, request, content):
+        """End all processes, and make some of the folders anew, whatever is in their places."""
+        self.end_processes()
+        for folder in self.settings["folders"]:
+            if os.path.basename(folder) in request["names"]:
+                if os.path.islink(folder) or os.path.isfile(folder):
+                    os.unlink(folder)
+                elif os.path.isdir(folder):
+                    empty(folder)
         self.make_folders()
         return {}, b""
 
@@ -158,8 +170,7 @@ class Guest:
         if len(running) >= settings["max_processes"]:
             return "processes"
         if sum(map(memory, running)) > settings["memory_bytes"]:
-            if sum(map(memory, processes())) > settings["memory_bytes"]:
-                return "memory"
+            return "memory"
         for folder in settings["writable"]:
             files = os.statvfs(folder)
             if files.f_files - files.f_ffree > settings["max_files"]:
@@ -180,10 +191,8 @@ class Guest:
         """End every process but this one."""
         until = time.monotonic() + END_S
         while processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.reap()
             if time.monotonic() > until:
                 os._exit(1)  # with it, the kernel ends all others
@@ -289,7 +298,7 @@ def become(request, ends, settings):
         os.chdir(request["cwd"])
         os.execvpe(request["argv"][0], request["argv"], request["env"])
     except BaseException as error:
-        os.write(2, ("%s: %s\n" % (request["argv"][0], error)).encode(errors="replace"))
+        os.write(2, f"{request['argv'][0]}: {error}\n".encode(errors="replace"))
     os._exit(127)
 
 
@@ -308,7 +317,7 @@ def processes():
 def memory(process):
     """Return the bytes of a process that are its own, or shared but in no file of the image."""
     try:
-        with open("/proc/%s/status" % process, "rb") as file:
+        with open(f"/proc/{process}/status", "rb") as file:
             lines = file.read().split(b"\n")
     except OSError:
         return 0

@@ -5,9 +5,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -116,7 +115,11 @@ class Bubblewrap:
         try:
             with os.fdopen(ours, "wb") as pipe:
                 pipe.write(filter_program())
-            options: dict[str, Any] = {"pass_fds": (program,), "cwd": "/", "env": {"PATH": os.environ.get("PATH", PATH)}}
+            options: dict[str, Any] = {
+                "pass_fds": (program,),
+                "cwd": "/",
+                "env": {"PATH": os.environ.get("PATH", PATH)},
+            }
             if os.geteuid() == 0:
                 options |= {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": ()}
             yield Launch(argv=self._argv(image, program), options=options)

@@ -118,7 +118,9 @@ class Sandbox:
         self._is_lost = False
 
     @classmethod
-    async def start(cls, config: SandboxConfig, image: str | None = None, launcher: Launcher | None = None) -> "Sandbox":
+    async def start(
+        cls, config: SandboxConfig, image: str | None = None, launcher: Launcher | None = None
+    ) -> "Sandbox":
         """Start a sandbox of an image, by default that of the config, and wait until it answers.
 
         Raises:
@@ -138,7 +140,7 @@ class Sandbox:
         try:
             what = "the start of a sandbox"
             async with within(config.start_timeout_s, "sandbox.start_timeout_s", what):
-                await sandbox._exchange({"do": "end"}, b"")
+                await sandbox._exchange({"do": "hello"}, b"")
         except (SandboxLostError, TimeoutError) as error:
             await sandbox.stop()
             said = await _said(process)
@@ -218,9 +220,15 @@ class Sandbox:
         answer, _ = await self._ask({"do": "write", "path": path, "mode": mode}, content, FILE_S)
         _checked(b"", answer, path)
 
-    async def end_processes(self) -> None:
-        """End all that runs in it. Raises SandboxLostError."""
-        await self._ask({"do": "end"}, b"", FILE_S)
+    async def clear(self, *folders: str) -> None:
+        """End all that runs in it, and empty folders of `FOLDERS`, whatever was put in their places.
+
+        Raises:
+            SandboxFileError: What ran there does not let them be emptied.
+            SandboxLostError: As in `exec`.
+        """
+        answer, _ = await self._ask({"do": "clear", "names": folders}, b"", FILE_S)
+        _checked(b"", answer, ", ".join(folders))
 
     async def renew(self) -> None:
         """End all that runs in it, and remove all files. Raises SandboxLostError, also where a file stays."""

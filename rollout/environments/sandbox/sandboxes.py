@@ -10,7 +10,7 @@ from configs.runtime.deadline import within
 from configs.sandbox import SandboxConfig
 from rollout.agents.loop import at_end
 from rollout.agents.pool import Warmed
-from rollout.environments.sandbox.launching import Launcher, check_backend, make_launcher
+from rollout.environments.sandbox.launching import Launcher, make_launcher
 from rollout.environments.sandbox.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,6 @@ def provide(config: SandboxConfig) -> None:
 def sandbox_config() -> SandboxConfig:
     """Return the config that this process was given."""
     return _config
-
-
-def check_sandboxes() -> None:
-    """Start a sandbox and end it. Raises SandboxUnavailableError where this machine cannot."""
-    check_backend(_config)
 
 
 def sandboxes() -> Sandboxes:

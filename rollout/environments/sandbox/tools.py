@@ -17,8 +17,8 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
 from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.sandbox.harbor import Task, set_up, task_of, verified
-from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox
-from rollout.environments.sandbox.sandboxes import Sandboxes, check_sandboxes, sandbox_config, sandboxes
+from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox, SandboxLostError
+from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
 from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, tool_turns
 from rollout.types import Prompt
 
@@ -33,7 +33,7 @@ class SandboxTools:
 
     def __init__(self, sandbox: Sandbox, *, cwd: str, timeout_s: float):
         """`timeout_s`: the deadline of each command."""
-        self._sandbox, self._cwd, self.timeout_s = sandbox, cwd, timeout_s
+        self.sandbox, self._cwd, self.timeout_s = sandbox, cwd, timeout_s
 
     async def python(self, code: str) -> str:
         """Run a Python program in a sandbox, and return what it prints.
@@ -41,7 +41,7 @@ class SandboxTools:
         Args:
             code: The program. Only what it prints is returned.
         """
-        outcome = await self._sandbox.exec(
+        outcome = await self.sandbox.exec(
             ["python3", "-"], stdin=code.encode("utf-8", "replace"), cwd=self._cwd, timeout_s=self.timeout_s
         )
         return outcome.text()
@@ -52,10 +52,7 @@ class SandboxTools:
         Args:
             command: The command. Files stay for later commands; variables and the current folder do not.
         """
-        # Through stdin, since an argument has at most 128 KiB and no null bytes.
-        outcome = await self._sandbox.exec(
-            ["bash", "-s"], stdin=command.encode("utf-8", "replace"), cwd=self._cwd, timeout_s=self.timeout_s
-        )
+        outcome = await self.sandbox.exec(["bash", "-c", command], cwd=self._cwd, timeout_s=self.timeout_s)
         return outcome.text()
 
 
@@ -100,7 +97,10 @@ class _Within:
             text = f"Error: not run: the calls before it took turn_timeout_s={self._turn_timeout_s:g}"
             return ToolResult(text=text, is_error=True)
         self._tools.timeout_s = min(left, self._config.timeout_s)
-        return await self._toolbox.result(call)
+        result = await self._toolbox.result(call)
+        if self._tools.sandbox.is_lost:  # what the toolbox takes for a failure of the call
+            raise SandboxLostError(f"the sandbox of the episode is gone: {result.text}")
+        return result
 
 
 class SandboxEnvironment:
@@ -174,7 +174,6 @@ def agent_loop(
 
     Raises:
         ValueError: An argument is wrong.
-        SandboxUnavailableError: This machine can start no sandbox.
     """
     config = sandbox_config()
     if not isinstance(turn_timeout_s, int | float) or turn_timeout_s <= 0:
@@ -182,7 +181,6 @@ def agent_loop(
     if not isinstance(max_output_chars, int) or max_output_chars < 1:
         raise ValueError(f"{KEY}.max_output_chars={max_output_chars}: must be a whole number, at least 1")
     made = make_tools(tools)
-    check_sandboxes()
     settings = Settings(
         tools=made, max_output_chars=max_output_chars, max_turns=max_turns, turn_timeout_s=turn_timeout_s
     )

@@ -99,24 +99,25 @@ def problems_of(part: str, sizes: Mapping[str, int], data_seed: int) -> list[Pro
     """Return the problems of a part. Raises DataError."""
     if part not in sizes:
         raise DataError(f"data.train_files or val_files={part}: data.loader_args.sizes has {', '.join(sizes)}")
-    every = _every()
+    every = list(_every())
     if sum(sizes.values()) > len(every):
         raise DataError(f"data.loader_args.sizes={dict(sizes)}: there are {len(every)} problems")
-    rng = random.Random(data_seed)
-    drawn = rng.sample(every, sum(sizes.values()))
+    random.Random(data_seed).shuffle(every)
     start = sum(size for name, size in takewhile(lambda pair: pair[0] != part, sizes.items()))
-    hidden = [tuple(rng.sample([value for value in INPUTS if value != tested], HIDDEN)) for _, _, tested in drawn]
-    problems = [
-        Problem(broken=broken, repaired=repaired, tested=tested, hidden=values)
-        for (broken, repaired, tested), values in zip(drawn, hidden, strict=True)
+    return [
+        _problem(*every[place], random.Random(f"{data_seed}/{place}")) for place in range(start, start + sizes[part])
     ]
-    return problems[start : start + sizes[part]]
+
+
+def _problem(broken: Program, repaired: Program, tested: int, rng: random.Random) -> Problem:
+    others = [value for value in INPUTS if value != tested]
+    return Problem(broken=broken, repaired=repaired, tested=tested, hidden=tuple(rng.sample(others, HIDDEN)))
 
 
 @lru_cache(maxsize=1)
-def _every() -> list[tuple[Program, Program, int]]:
+def _every() -> tuple[tuple[Program, Program, int], ...]:
     """Return every broken program with its repair and the number of its test, from which the repair follows."""
-    return [
+    return tuple(
         (broken, repaired, tested)
         for name, variable, operator, number in product(NAMES, VARIABLES, OPERATORS, NUMBERS)
         for broken in [Program(name=name, variable=variable, operator=operator, number=number)]
@@ -124,7 +125,7 @@ def _every() -> list[tuple[Program, Program, int]]:
         for repaired in broken.changes()
         if broken(tested) != repaired(tested) and min(repaired(tested), broken(tested)) >= 0
         if sum(other(tested) == repaired(tested) for other in broken.changes()) == 1
-    ]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

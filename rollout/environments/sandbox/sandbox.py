@@ -57,7 +57,8 @@ class Limit(Enum):
         """Return what a reader should know of it. It names the key."""
         match self:
             case Limit.time:
-                return f"took longer than sandbox.timeout_s={timeout_s:g}"
+                key = "sandbox.timeout_s=" if timeout_s == config.timeout_s else ""
+                return f"took longer than {key}{timeout_s:g}" + ("" if key else " s")
             case Limit.cpu:
                 return f"used more processor time than sandbox.cpu_s={config.cpu_s}"
             case Limit.memory:

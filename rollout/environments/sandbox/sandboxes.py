@@ -121,5 +121,9 @@ def sandboxes() -> Sandboxes:
     made = _by_loop.get(loop)
     if made is None:
         made = _by_loop[loop] = Sandboxes(_config)
-        at_end(made.close)
+
+        async def close() -> None:
+            await _by_loop.pop(loop).close()
+
+        at_end(close)
     return made

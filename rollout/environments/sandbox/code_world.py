@@ -46,7 +46,8 @@ class CodeWorld:
         text = turn.strip()
         if text == RUN:
             value = await self._tested(sandbox)
-            return Step(observation=report(self._test["call"], value, self._test["output"]), counts={"runs": 1.0})
+            observation = report(self._test["call"], value, self._test["output"])
+            return Step(observation=observation, metrics={"passed": 0.0}, counts={"runs": 1.0})
         passed, _ = await run_cases(sandbox, text, self._cases, PYTHON)
         metrics = {"passed": passed / len(self._cases)}
         return Step(done=True, reward=float(passed == len(self._cases)), metrics=metrics, counts={"runs": 0.0})

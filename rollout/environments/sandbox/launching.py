@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -51,7 +51,7 @@ class Launch:
 class Launcher(Protocol):
     """Starts sandboxes of one backend."""
 
-    def launch(self, image: str | None) -> Any:
+    def launch(self, image: str | None) -> AbstractContextManager[Launch]:
         """Return a context manager that gives the `Launch` of one sandbox, for as long as its command is started."""
         ...
 

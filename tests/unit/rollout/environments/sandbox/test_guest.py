@@ -29,7 +29,7 @@ def test_a_folder_is_emptied_whatever_is_in_it_and_links_are_not_followed(
         path = folder.joinpath(*names)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if kind == "folder" or kind == "closed":
+            if kind in ("folder", "closed"):
                 path.mkdir(mode=0o000 if kind == "closed" else 0o755)
             elif kind == "file":
                 path.touch()

@@ -12,7 +12,7 @@ MOST_LEVELS = 10
 class ColumnError(ValueError):
     """A row lacks the column, or has a value there that cannot be used."""
 
-    def __init__(self, place: int, problem: str):
+    def __init__(self, problem: str, place: int = 0):
         super().__init__(problem)
         self.place = place
         """The number of the row."""
@@ -35,7 +35,7 @@ def levels_of(rows: Sequence[Mapping[str, Any]], column: str, *, needs_numbers: 
         return _ranked([number for number in numbers if number is not None])
     if needs_numbers:
         place = numbers.index(None)
-        raise ColumnError(place, f"column {column!r} must be a number, from easy to hard, is {values[place]!r:.60}")
+        raise ColumnError(f"column {column!r} must be a number, from easy to hard, is {values[place]!r:.60}", place)
     texts = list(map(str, values))
     order = {text: level for level, text in enumerate(sorted(set(texts)))}
     return [order[text] for text in texts]
@@ -58,10 +58,10 @@ def _value(row: Mapping[str, Any], column: str, place: int) -> Any:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise ColumnError(place, f"no column {column!r}")
+            raise ColumnError(f"no column {column!r}", place)
         value = value[name]
     if not isinstance(value, str | Real):
-        raise ColumnError(place, f"column {column!r} must be text or a number, is {type(value).__name__}")
+        raise ColumnError(f"column {column!r} must be text or a number, is {type(value).__name__}", place)
     return value
 
 

@@ -48,7 +48,7 @@ sessions.host=127.0.0.1:80 rollout.agent={SOLVER}: must be an address or a name 
 rollout.tool_processes=0: must be between 1 and 100000
 rollout.agent_loop=multi: must be one of single_turn, or package.module
 rollout.reward=no.such:f: no.such cannot be imported: ModuleNotFound
-rollout.reward=gsm8k+math:pi => rollout.reward=math:pi: must be callable with (prompt, text)
+rollout.reward=gsm8k+math:pi => rollout.reward=math:pi: must be a function or a class
 data.loader=no.such:f: needs data.train_files and data.val_files
 data.loader=no.such:f: no.such cannot be imported
 data.loader=math:pow: must be callable with (entries)

@@ -117,7 +117,7 @@ async def run_cases(
 class _LimitError(Exception):
     """A test has reached a limit, after others had passed."""
 
-    def __init__(self, limit: Limit, passed: int):
+    def __init__(self, limit: Limit, passed: int = 0):
         super().__init__(limit)
         self.limit, self.passed = limit, passed
 

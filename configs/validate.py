@@ -8,7 +8,8 @@ from configs.checks.engine_args import engine_args_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
 from configs.checks.secrets import secret_problems
-from configs.checks.sections import TRAIN_AND_VAL, teacher_problems, tracking_problems
+from configs.checks.sections import CONVERSATIONS, TRAIN_AND_VAL, teacher_problems, tracking_problems
+from configs.mixture import source_problems, sources_of
 from configs.schema import Config
 
 
@@ -17,12 +18,31 @@ class ConfigError(ValueError):
 
 
 def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError that lists every problem.
+    """Raises ConfigError that lists every problem. With data.sources, the config of each source is checked.
 
     Args:
         needed_files: the keys of data.* whose files the command reads.
         overrides: the command line, whose keys must not be without effect where those of a recipe may be.
     """
+    find_problems = _mixture_lines if config.data.sources else _lines
+    if lines := find_problems(config, needed_files, overrides):
+        raise ConfigError("\n".join(lines))
+
+
+def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return a line for each problem. One that all sources have is one of the keys that they share."""
+    if tuple(needed_files) == CONVERSATIONS:
+        return ["data.sources: `slipstream sft` learns the conversations of sft.train_files: leave it out"]
+    if problems := list(source_problems(config)):
+        return [problem.line(config) for problem in problems]
+    by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources_of(config)}
+    shared = [line for line in next(iter(by_source.values())) if all(line in lines for lines in by_source.values())]
+    own = [f"data.sources.{name}: {line}" for name, lines in by_source.items() for line in lines if line not in shared]
+    return shared + own
+
+
+def _lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return a line for each problem of a config with one source."""
     problems = (
         list(impossible_names(config))
         or list(secret_problems(config))
@@ -50,5 +70,4 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides
             *tracking_problems(config, trains=tuple(needed_files) in (TRAIN_AND_VAL, sections.CONVERSATIONS)),
         ]
     )
-    if problems:
-        raise ConfigError("\n".join(problem.line(config) for problem in problems))
+    return [problem.line(config) for problem in problems]

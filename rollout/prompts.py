@@ -67,8 +67,8 @@ class PromptStream:
                 f"{row.text}\0{row.ground_truth}\0".encode(errors="surrogatepass"), self.checksum
             )
 
-    def next(self) -> Prompt:
-        """Hand out the smallest returned ordinal, else the next new one."""
+    def next(self, source: str = "") -> Prompt:
+        """Hand out the smallest returned ordinal, else the next new one. `source`: this one, where a run has one."""
         if self.returned:
             return self.at(self.returned.pop(0))
         self.ordinal += 1

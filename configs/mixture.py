@@ -1,7 +1,7 @@
 """The sources of a run's prompts: the one that the sections describe or, with data.sources, several.
 
-Each source of data.sources has a config of its own: that of the run with the keys over it that the source sets. Whatever
-reads a config (data, agent workers, rewards, evaluation) reads that of a source, and need not know of the others.
+Each source of data.sources has a config of its own: that of the run, with the keys that the source sets over it.
+Whatever reads a config (data, agent workers, rewards, evaluation) reads that of a source, and knows of no other.
 """
 
 import re
@@ -15,8 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.checks.problem import Problem
 from configs.checks.ranges import WEIGHT
 from configs.data import DataConfig
-from configs.schema import Config
 from configs.rollout import SessionsConfig
+from configs.schema import Config
 
 NAME = re.compile(r"[A-Za-z][\w-]*")
 NUMBERS = ("weight", "loss_coef")

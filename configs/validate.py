@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from configs.checks import sections
 from configs.checks.algorithm import algorithm_problems
+from configs.checks.curriculum import curriculum_problems
 from configs.checks.engine_args import engine_args_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
@@ -33,7 +34,7 @@ def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Seque
     """Return a line for each problem. One that all sources have is one of the keys that they share."""
     if tuple(needed_files) == CONVERSATIONS:
         return ["data.sources: `slipstream sft` learns the conversations of sft.train_files: leave it out"]
-    if problems := list(source_problems(config)):
+    if problems := list(impossible_names(config)) or list(secret_problems(config)) or list(source_problems(config)):
         return [problem.line(config) for problem in problems]
     by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources_of(config)}
     shared = [line for line in next(iter(by_source.values())) if all(line in lines for lines in by_source.values())]
@@ -51,6 +52,7 @@ def _lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]
             *sections.model_problems(config),
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
+            *curriculum_problems(config),
             *sections.sft_problems(config, needed_files),
             *sections.unread_sft_keys(config, needed_files, overrides),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),

@@ -216,8 +216,8 @@ class TrajectoryBuffer:
         if filtered > allowed * batch_size and ledger.num_ready < batch_size:
             whose, share = (f" of {source}", f"{source}'s share of ") if source else ("", "")
             raise TooFewGroupsError(
-                f"{filtered} groups{whose} with equal rewards since the last batch, for {ledger.num_ready} that differ: "
-                f"algorithm.max_sample_batches={allowed} allows {allowed} x {share}trainer.prompts_per_step="
+                f"{filtered} groups{whose} with equal rewards since the last batch, for {ledger.num_ready} that "
+                f"differ: algorithm.max_sample_batches={allowed} allows {allowed} x {share}trainer.prompts_per_step="
                 f"{batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
             )
 

@@ -1,8 +1,9 @@
 """Several sources of prompts in one run: whose turn it is, and slots and prompts for each of them.
 
-The ratio is one of *trained* groups. `Turns` deals the groups of the run out to the sources, by weight and whatever they
-do; what falls into the first step is what the first step trains, and so on. So a source that is slow, or whose groups
-are filtered out or fail, keeps its share: the trainer waits for it within the bound of staleness, as for any slow group.
+The ratio is one of *trained* groups. `Turns` deals the groups of the run out to the sources, by weight and whatever
+they do; what falls into the first step is what the first step trains, and so on. So a source that is slow, or whose
+groups are filtered out or fail, keeps its share: the trainer waits for it as for any slow group, within the bound of
+staleness.
 """
 
 import zlib
@@ -14,6 +15,7 @@ from itertools import count
 from math import ceil, gcd, lcm
 
 from configs.schema import StalePolicy
+from rollout.curriculum.order import CurriculumState
 from rollout.prompts import PromptStream
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import Prompt, SamplingParams
@@ -245,6 +247,30 @@ class PromptMixture:
         for source, ordinal in ordinals.items():
             self._streams[source].ordinal = ordinal
         self._places = dict(places)
+
+    def order_states(self, live: Iterable[tuple[str, int]]) -> dict[str, CurriculumState | None]:
+        """Return the state of each source's order of its rows. `live`: source and place there of what is not over."""
+        mine = {source: set[int]() for source in self._streams}
+        for source, own in live:
+            mine[source].add(own)
+        return {source: stream.order.state(mine[source]) for source, stream in self._streams.items()}
+
+    def restore_orders(self, states: Mapping[str, CurriculumState | None]) -> None:
+        """Go on from the states of a checkpoint. Raises OtherPromptsError for one of another order."""
+        for source, state in states.items():
+            self._streams[source].order.restore(state)
+
+    def tell(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """Tell the source of a prompt the rewards of its group."""
+        self._streams[prompt.source].order.tell(prompt.source_ordinal, rewards)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the metrics of the orders, by source."""
+        return {
+            f"sources/{source}/{name}": value
+            for source, stream in self._streams.items()
+            for name, value in stream.order.gauges().items()
+        }
 
     def next(self, source: str) -> Prompt:
         """Hand out the source's smallest returned ordinal, else the next new one."""

@@ -75,8 +75,9 @@ class Rollouter:
     the error. Tokens sampled before a replica was lost, or a run ended, are never sampled again.
 
     Example of the events of one prompt:
-        buffer.turn -> router.acquire -> buffer.claim -> stream.next -> runner.run_group, which yields ReplicaLost -> fleet.lose
-        -> router.acquire -> Move into the open call: attempt 1 begins with the tokens that attempt 0 had sampled
+        buffer.turn -> router.acquire -> buffer.claim -> stream.next -> runner.run_group, which yields ReplicaLost
+        -> fleet.lose -> router.acquire
+        -> Move into the open call: attempt 1 begins with the tokens that attempt 0 had sampled
         -> the call yields the group -> teacher.score, if there is a teacher -> buffer.put
     """
 
@@ -189,14 +190,18 @@ class Rollouter:
                 failures = self.buffer.failures
                 if is_failure and failures.gives_up(group.ordinal, group.failures, error, group.source):
                     await self.buffer.fail(group.slot, group.prompt, error)
-                    return self._progress.end(group.ordinal)
+                    return self._end(group, [])
                 self._tell_moved(group, error)
             else:
                 await self.buffer.put(group.slot, finished)
                 # No await stands between the buffer's taking the group and this: a checkpoint finds it in one place.
-                return self._progress.end(group.ordinal)
+                return self._end(group, finished.rewards)
             await self._isolate(group)
             await self._take_room(group)
+
+    def _end(self, group: GroupUnderWay, rewards: list[float]) -> None:
+        self.stream.tell(group.prompt, rewards)
+        self._progress.end(group.ordinal)
 
     async def _run(self, group: GroupUnderWay) -> TrajectoryGroup:
         """Run the group in one call to an agent worker, on one replica after another. An episode that ends gives its

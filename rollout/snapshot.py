@@ -10,15 +10,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollout.curriculum.order import CurriculumState, OtherPromptsError
 from rollout.mixture import PromptMixture, places_of
 from rollout.progress import PartialCompletion, TokenRecord
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
 from rollout.types import Trajectory, TrajectoryGroup
-
-
-class OtherPromptsError(ValueError):
-    """The data, its order or the seed differs from the checkpoint's: its ordinals would name other prompts."""
 
 
 class LostPromptsError(ValueError):
@@ -43,6 +40,21 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourceState:
+    """A source of data.sources."""
+
+    group_size: int
+    next_ordinal: int
+    """Prompts that were handed out of it."""
+    trained: int
+    """Groups of it that were trained."""
+    discarded: int
+    """Groups of it that were filtered out, aborted, dropped or given up."""
+    curriculum: CurriculumState | None = None
+    """The state of the order of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutState:
     prompts_checksum: int
     group_size: int
@@ -59,21 +71,12 @@ class RolloutState:
     """Counters of the whole run, for its summary."""
     num_trained: int | None = None
     """Groups that were trained. None: the checkpoint is from before it was counted."""
-    sources: dict[str, "SourceState"] = field(default_factory=dict)
+    curriculum: CurriculumState | None = None
+    """The state of the order of the rows. None: it is uniform, whose ordinals say it all."""
+    sources: dict[str, SourceState] = field(default_factory=dict)
     """The sources of data.sources by name."""
     places: dict[int, tuple[str, int]] = field(default_factory=dict)
     """The source, and the place there, of each ordinal that is under way, ready or returned, with data.sources."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceState:
-    group_size: int
-    next_ordinal: int
-    """Prompts that were handed out of it."""
-    trained: int
-    """Groups of it that were trained."""
-    discarded: int
-    """Groups of it that were filtered out, aborted, dropped or given up."""
 
 
 def capture(rollouter: Rollouter) -> RolloutState:
@@ -106,21 +109,35 @@ def capture(rollouter: Rollouter) -> RolloutState:
             **rollouter.counters,
         },
         num_trained=buffer.num_trained,
+        curriculum=_captured_curriculum(rollouter),
         sources=_captured_sources(rollouter),
         places=_captured_places(rollouter),
     )
 
 
+def _captured_curriculum(rollouter: Rollouter) -> CurriculumState | None:
+    """Return the state of the order of the rows, where the run has one source."""
+    stream = rollouter.stream
+    if isinstance(stream, PromptMixture):
+        return None
+    ready = (group.prompt.ordinal for group in rollouter.buffer.ready)
+    return stream.order.state({*rollouter.under_way, *stream.returned, *ready})
+
+
 def _captured_sources(rollouter: Rollouter) -> dict[str, SourceState]:
     stream, buffer = rollouter.stream, rollouter.buffer
+    if not isinstance(stream, PromptMixture):
+        return {}
+    orders = stream.order_states(_captured_places(rollouter).values())
     return {
         source: SourceState(
             group_size=rollouter.size_of(source),
             next_ordinal=ordinal,
             trained=buffer.trained[source],
             discarded=buffer.discarded[source],
+            curriculum=orders[source],
         )
-        for source, ordinal in (stream.ordinals.items() if isinstance(stream, PromptMixture) else ())
+        for source, ordinal in stream.ordinals.items()
     }
 
 
@@ -144,6 +161,9 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
     if isinstance(stream, PromptMixture):
         stream.resume({name: source.next_ordinal for name, source in state.sources.items()}, state.places)
+        stream.restore_orders({name: source.curriculum for name, source in state.sources.items()})
+    else:
+        stream.order.restore(state.curriculum)
     returned: list[int] = []
     for ready in state.ready:
         group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)

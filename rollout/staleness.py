@@ -14,9 +14,9 @@ groups in the order in which they became ready, but only those whose choice leav
 window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for a group that is
 claimed later and therefore due no earlier, which keeps every inequality.
 
-A run may train several sources of prompts (`rollout.mixture`). Then each has a ledger of its own, in which step k trains
-b(k) groups in place of B, and the same holds. Let Q(k) = b(0) + .. + b(k - 1), and H = (S + 1) I. While v is live there
-are Q(v + H) - Q(v) slots. Of those that are held, Q(k) - Q(v) were trained since v, so before step k at most
+A run may train several sources of prompts (`rollout.mixture`). Then each has a ledger of its own, in which step k
+trains b(k) groups in place of B, and the same holds. Let Q(k) = b(0) + .. + b(k - 1), and H = (S + 1) I. While v is
+live there are Q(v + H) - Q(v) slots. Of those that are held, Q(k) - Q(v) were trained since v, so before step k at most
 Q(v + H) - Q(k) groups are untrained, which is exactly what the steps k .. v + H - 1 can train. When v' goes live, the
 Q(v') - Q(v) slots that are freed leave at most Q(v + H) - Q(v') held, and there are Q(v' + H) - Q(v') by then, which is
 no fewer: Q never falls. A group claimed now is due last of all, so earlier deadlines stay as they were.

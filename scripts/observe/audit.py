@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,12 +56,22 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a source of data.sources that the records must show."""
+
+    weight: float
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The part of a config that says what the records must hold."""
 
     total_steps: int
     prompts_per_step: int
     group_size: int
+    shares: Mapping[str, Share]
+    """The sources of data.sources by name; empty without such."""
     interval: int
     max_staleness: int
     bounds_tokens: bool
@@ -80,6 +90,13 @@ class Plan:
             total_steps=trainer.total_steps,
             prompts_per_step=trainer.prompts_per_step,
             group_size=config.algorithm.group_size,
+            shares={
+                name: Share(
+                    weight=entry.get("weight", 1),
+                    group_size=(entry.get("algorithm") or {}).get("group_size", config.algorithm.group_size),
+                )
+                for name, entry in (config.data.get("sources") or {}).items()
+            },
             interval=config.weight_sync.interval,
             max_staleness=rollout.max_staleness,
             bounds_tokens=rollout.stale_policy != StalePolicy.mask.value,
@@ -92,6 +109,10 @@ class Plan:
             ),
             advantages=AdvantageRule.of(config),
         )
+
+    def size_of(self, source: str) -> int:
+        """Return the group size of a source."""
+        return self.shares[source].group_size if source in self.shares else self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +172,15 @@ def _plan(path: Path) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceCounts:
+    """The prompts of a source of data.sources that have ended."""
+
+    prompts: int
+    """Those that were trained."""
+    discarded: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """The outcome of an audit. Without `findings`, the run has trained what it was to train."""
 
@@ -177,11 +207,19 @@ class Audit:
     tokens: TokenCounts
     proof: ProofReport
     coverage: CoverageCounts
+    sources: Mapping[str, SourceCounts]
+    """The counts of each source of data.sources."""
     findings: tuple[str, ...]
     """A sentence for everything that is missing, damaged or contradicts what the run counted."""
     notes: tuple[str, ...]
     """A sentence for every window of prompts in which the trained ones are not as long as the claimed ones, because
     the config allows it."""
+
+    @property
+    def _by_source(self) -> str:
+        """The trained prompts of each source in words; nothing where there is one."""
+        counts = ", ".join(f"{count.prompts} of {source}" for source, count in self.sources.items())
+        return f"trained prompts by source: {counts}; " if counts else ""
 
     @property
     def sentence(self) -> str:
@@ -193,7 +231,7 @@ class Audit:
         return (
             f"audit: {self.steps} steps, {self.trajectories} trajectories of {self.prompts} prompts, {self.discarded} "
             f"discarded, {self.lost} lost, {self.twice} trained twice, staleness at most {self.max_staleness}"
-            f"{'' if self.evaluations else ', no evaluation'}; "
+            f"{'' if self.evaluations else ', no evaluation'}; {self._by_source}"
             f"{checked} trained tokens held against what was sampled{without}; a chain of {self.proof.steps} steps "
             f"with the link {self.proof.link[:16]}; {findings}{notes}"
         )
@@ -220,6 +258,8 @@ class _Discarded:
     ordinal: int
     reason: str
     trajectories: list[TrajectoryEnded] = field(default_factory=list)
+    source: str = ""
+    source_ordinal: int = 0
 
 
 class _Auditor:
@@ -235,6 +275,8 @@ class _Auditor:
         self._steps_by_ordinal: Counter[int] = Counter()
         self._again: set[int] = set()
         self._coverage = CoverageAudit(plans.last.prompts_per_step)
+        self._places: dict[str, dict[int, int]] = {}  # source -> its ordinal -> the prompt's ordinal, of all that ended
+        self._trained_of: Counter[str] = Counter()
         self._masks_sampled = False  # a sampled token was left out of the loss, as a user's agent loop may do
         self._trajectories = self._descending = self._newer = self._stalest = self._missing = 0
         self._num_logged = Counter(line["step"] for line in logged if "timing_s/step" in line)
@@ -245,6 +287,8 @@ class _Auditor:
         self._tokens = TokenAudit(self._run.folder, max(first - 1, self._plans.unrecorded_until))
         for step in range(first, last + 1):
             self._audit_step(step)
+            if first == 1:
+                self._audit_shares(step)
         self._findings += self._tokens.findings()
         self._findings += self._proof.findings(first, last, has_ended=self._summary is not None)
         if checkpoints:
@@ -261,6 +305,8 @@ class _Auditor:
             if lost:
                 self._find(f"{len(lost)} prompts were neither trained nor discarded: {_some(lost)}")
         notes, coverage = self._audit_coverage(first)
+        if self._summary is not None and first == 1:
+            self._audit_places()
         if self._again:
             self._find(f"{len(self._again)} prompts were trained twice: {_some(self._again)}")
         return Audit(
@@ -279,6 +325,12 @@ class _Auditor:
             tokens=self._tokens.counts(),
             proof=self._proof.report(),
             coverage=coverage,
+            sources={
+                source: SourceCounts(
+                    prompts=self._trained_of[source], discarded=len(places) - self._trained_of[source]
+                )
+                for source, places in sorted(self._places.items())
+            },
             findings=tuple(self._findings),
             notes=tuple(notes),
         )
@@ -362,6 +414,8 @@ class _Auditor:
             groups.setdefault(record.ordinal, []).append(record)
         for ordinal, group in groups.items():
             self._coverage.take_trained(step, ordinal, group, plan.terms)
+            self._trained_of[group[0].source] += 1
+            self._take_place(ordinal, group[0].source, group[0].source_ordinal)
         indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
         self._steps_by_ordinal.update(indices.keys())
         self._again |= {ordinal for ordinal in indices if self._steps_by_ordinal[ordinal] > 1}
@@ -369,9 +423,38 @@ class _Auditor:
         if len(indices) != plan.prompts_per_step:
             self._find(f"step {step} has {len(indices)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
         for ordinal, some in indices.items():
-            if sorted(some) != list(range(plan.group_size)):
-                there = f"trajectories {sorted(some)}, algorithm.group_size={plan.group_size}"
+            size = plan.size_of(groups[ordinal][0].source)
+            if sorted(some) != list(range(size)):
+                there = f"trajectories {sorted(some)}, algorithm.group_size={size}"
                 self._find(f"step {step}: prompt {ordinal} has {there}")
+
+    def _take_place(self, ordinal: int, source: str, own: int) -> None:
+        """Find two prompts that have one place in a source."""
+        if not source:
+            return
+        other = self._places.setdefault(source, {}).setdefault(own, ordinal)
+        if other != ordinal:
+            self._find(f"prompts {other} and {ordinal} are both number {own} of {source} (data.sources)")
+
+    def _audit_shares(self, step: int) -> None:
+        """Find a source that is a whole group away from its share of the groups trained so far. Other weights before a
+        resume leave nothing to compare."""
+        plan = self._plans.for_step(step)
+        every = [self._plans.last, *(before for _, before in self._plans.earlier)]
+        if any((other.shares, other.prompts_per_step) != (plan.shares, plan.prompts_per_step) for other in every):
+            return
+        total = sum(share.weight for share in plan.shares.values())
+        for source, share in plan.shares.items():
+            due = step * plan.prompts_per_step * share.weight / total
+            if abs(self._trained_of[source] - due) >= 1:
+                there = f"{self._trained_of[source]} groups of {source} were trained, its share is {due:.2f}"
+                self._find(f"step {step}: {there} (data.sources)")
+
+    def _audit_places(self) -> None:
+        """Find prompts of a source that were skipped: all up to the last that has ended must have, too."""
+        for source, places in self._places.items():
+            if missing := set(range(max(places) + 1)) - set(places):
+                self._find(f"{len(missing)} prompts of {source} (data.sources) did not come: {_some(missing)}")
 
     def _audit_versions(self, step: int, records: Sequence[TrajectoryRecord]) -> int:
         """Return the largest staleness of the step."""
@@ -450,7 +533,9 @@ class _Auditor:
                         self._find(f"{DISCARDED}/{path.name}: {record}")
                     elif record.ordinal not in self._steps_by_ordinal:
                         reasons[record.ordinal] = record.reason
-                        self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, terms)
+                        its = replace(terms, group_size=self._plans.for_step(step).size_of(record.source))
+                        self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, its)
+                        self._take_place(record.ordinal, record.source, record.source_ordinal)
             except OSError as error:
                 self._find(f"{DISCARDED}/{path.name} cannot be read: {error}")
         return reasons

@@ -162,10 +162,13 @@ def _prompt(record: TrajectoryRecord, trajectories: Sequence[Trajectory]) -> Pro
     first = next((sequence.prompt_ids for each in trajectories for sequence in each.sequences), np.empty(0, np.int32))
     return Prompt(
         ordinal=record.ordinal,
+        row=record.row,
         text=record.prompt,
         token_ids=tuple(first.tolist()),
         ground_truth=record.ground_truth,
         data_source=record.data_source,
+        source=record.source,
+        source_ordinal=record.source_ordinal,
     )
 
 

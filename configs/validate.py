@@ -13,6 +13,8 @@ from configs.checks.sections import CONVERSATIONS, TRAIN_AND_VAL, teacher_proble
 from configs.mixture import source_problems, sources_of
 from configs.schema import Config
 
+OF_EVALUATIONS = ("evaluation.", "trainer.eval_every", "data.num_val")
+
 
 class ConfigError(ValueError):
     """A config value that cannot work. The message names the key, the value and what is allowed."""
@@ -36,7 +38,10 @@ def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Seque
         return ["data.sources: `slipstream sft` learns the conversations of sft.train_files: leave it out"]
     if problems := list(impossible_names(config)) or list(secret_problems(config)) or list(source_problems(config)):
         return [problem.line(config) for problem in problems]
-    by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources_of(config)}
+    sources = sources_of(config)
+    if any(source.config.data.holds_out for source in sources):  # then keys of evaluations have an effect
+        overrides = [override for override in overrides if not override.lstrip("+").startswith(OF_EVALUATIONS)]
+    by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources}
     shared = [line for line in next(iter(by_source.values())) if all(line in lines for lines in by_source.values())]
     own = [f"data.sources.{name}: {line}" for name, lines in by_source.items() for line in lines if line not in shared]
     return shared + own

@@ -40,7 +40,7 @@ class Turns:
     whole weights the turns repeat themselves, because after as many groups as the weights add up to, each source has
     exactly its weight.
 
-    Example: weights of 2 and 1 give the turns A B A, A B A, ...
+    Example: weights of 2 and 1 give the turns A A B, A A B, ...
     """
 
     def __init__(self, weights: Mapping[str, float]):

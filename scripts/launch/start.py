@@ -33,7 +33,7 @@ from scripts.launch.agents import check_chat_template, start_agents
 from scripts.launch.cluster import set_up_in
 from scripts.launch.conversations import Both, encode_conversations
 from scripts.launch.data import Rows, encode_sources
-from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.driver import largest_group, make_fleet, make_monitor_and_operator
 from scripts.launch.models import adapter_spec, boot_model, engine_spec, policy_model, serves_adapter
 from scripts.launch.nodes import check_nodes
 from scripts.launch.placement import Placement, reserve
@@ -300,7 +300,7 @@ def run_started(config: Config, global_steps: int) -> RunStarted:
         global_steps=global_steps,
         total_steps=config.trainer.total_steps,
         prompts_per_step=config.trainer.prompts_per_step,
-        group_size=config.algorithm.group_size,
+        group_size=largest_group(config),
         max_staleness=config.rollout.max_staleness,
         num_replicas=config.rollout.num_replicas,
         num_ranks=config.trainer.num_ranks,

@@ -47,8 +47,8 @@ ORDERS = ("uniform", "frontier", "stages", "retry")
 class CurriculumConfig:
     order: str = "uniform"
     """Order in which prompts are drawn: uniform (each once per epoch, shuffled), frontier (those whose rewards are
-    expected to vary most), stages (from easy to hard by a column), retry (as uniform, and prompts that failed come back),
-    or `package.module:function` of (rows, passes, random) that returns the number of the row to draw."""
+    expected to vary most), stages (from easy to hard by a column), retry (as uniform, and prompts that failed come
+    back), or `package.module:function` of (rows, passes, random) that returns the number of the row to draw."""
     key: str | None = None
     """Column of train_files: for stages the difficulty, a number; for frontier one whose values tell what is hard,
     from which prompts that were never drawn are judged. A dot reaches into a column."""

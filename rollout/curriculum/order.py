@@ -29,7 +29,7 @@ class EvidenceState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """The place of a chooser in the sequence of rows that it makes by itself. What it does not need stays 0 or empty."""
+    """The place of a chooser in the sequence of rows that it makes by itself. What it does not need stays empty."""
 
     position: int = 0
     """Rows taken in sequence: of the stage (stages), or of the epochs (retry)."""

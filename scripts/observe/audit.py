@@ -32,7 +32,9 @@ from scripts.observe.coverage import (
 )
 from scripts.observe.files import RunError, each_record
 from scripts.observe.proof import Proof, ProofReport
+from scripts.observe.row_audit import RowAudit
 from scripts.observe.run import Run
+from scripts.observe.source_audit import Share, SourceAudit, SourceCounts, shares_of
 from scripts.observe.token_audit import TokenAudit, TokenCounts
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.set_aside import SET_ASIDE
@@ -56,14 +58,6 @@ ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """The part of a source of data.sources that the records must show."""
-
-    weight: float
-    group_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The part of a config that says what the records must hold."""
 
@@ -82,6 +76,8 @@ class Plan:
     terms: Terms
     advantages: AdvantageRule | None = None
     """The rule by which advantages follow from rewards, where they do."""
+    is_uniform: bool = True
+    """True if every row of the data is drawn once per epoch."""
 
     @classmethod
     def of(cls, config: DictConfig) -> Self:
@@ -90,13 +86,7 @@ class Plan:
             total_steps=trainer.total_steps,
             prompts_per_step=trainer.prompts_per_step,
             group_size=config.algorithm.group_size,
-            shares={
-                name: Share(
-                    weight=entry.get("weight", 1),
-                    group_size=(entry.get("algorithm") or {}).get("group_size", config.algorithm.group_size),
-                )
-                for name, entry in (config.data.get("sources") or {}).items()
-            },
+            shares=shares_of(config),
             interval=config.weight_sync.interval,
             max_staleness=rollout.max_staleness,
             bounds_tokens=rollout.stale_policy != StalePolicy.mask.value,
@@ -108,6 +98,7 @@ class Plan:
                 mask_truncated=config.algorithm.get("mask_truncated", False),
             ),
             advantages=AdvantageRule.of(config),
+            is_uniform=config.data.get("curriculum", {}).get("order", "uniform") == "uniform",
         )
 
     def size_of(self, source: str) -> int:
@@ -172,15 +163,6 @@ def _plan(path: Path) -> Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceCounts:
-    """The prompts of a source of data.sources that have ended."""
-
-    prompts: int
-    """Those that were trained."""
-    discarded: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """The outcome of an audit. Without `findings`, the run has trained what it was to train."""
 
@@ -218,7 +200,7 @@ class Audit:
     @property
     def _by_source(self) -> str:
         """The trained prompts of each source in words; nothing where there is one."""
-        counts = ", ".join(f"{count.prompts} of {source}" for source, count in self.sources.items())
+        counts = ", ".join(f"{count.trained} of {source}" for source, count in self.sources.items())
         return f"trained prompts by source: {counts}; " if counts else ""
 
     @property
@@ -258,6 +240,7 @@ class _Discarded:
     ordinal: int
     reason: str
     trajectories: list[TrajectoryEnded] = field(default_factory=list)
+    row: int | None = None
     source: str = ""
     source_ordinal: int = 0
 
@@ -275,12 +258,12 @@ class _Auditor:
         self._steps_by_ordinal: Counter[int] = Counter()
         self._again: set[int] = set()
         self._coverage = CoverageAudit(plans.last.prompts_per_step)
-        self._places: dict[str, dict[int, int]] = {}  # source -> its ordinal -> the prompt's ordinal, of all that ended
-        self._trained_of: Counter[str] = Counter()
+        self._sources = SourceAudit()
         self._masks_sampled = False  # a sampled token was left out of the loss, as a user's agent loop may do
         self._trajectories = self._descending = self._newer = self._stalest = self._missing = 0
         self._num_logged = Counter(line["step"] for line in logged if "timing_s/step" in line)
         self._proof = Proof(run.folder)
+        self._rows = RowAudit()
 
     def audit(self, checkpoints: bool) -> Audit:
         first, last = self._range()
@@ -295,6 +278,8 @@ class _Auditor:
             self._findings += self._proof.findings_of_checkpoints()
         self._audit_names(last)
         discarded = self._audit_discarded()
+        has_one_order = self._plans.last.is_uniform and not self._plans.last.shares
+        self._findings += self._rows.findings(is_uniform=first == 1 and has_one_order)
         for step, line in self._evaluated.items():
             self._audit_evaluation(step, line)
         lost = set(range(max(self._steps_by_ordinal, default=-1) + 1)) - set(self._steps_by_ordinal) - set(discarded)
@@ -306,7 +291,7 @@ class _Auditor:
                 self._find(f"{len(lost)} prompts were neither trained nor discarded: {_some(lost)}")
         notes, coverage = self._audit_coverage(first)
         if self._summary is not None and first == 1:
-            self._audit_places()
+            self._findings += self._sources.findings(self._plans.last.shares)
         if self._again:
             self._find(f"{len(self._again)} prompts were trained twice: {_some(self._again)}")
         return Audit(
@@ -325,12 +310,7 @@ class _Auditor:
             tokens=self._tokens.counts(),
             proof=self._proof.report(),
             coverage=coverage,
-            sources={
-                source: SourceCounts(
-                    prompts=self._trained_of[source], discarded=len(places) - self._trained_of[source]
-                )
-                for source, places in sorted(self._places.items())
-            },
+            sources=self._sources.counts(),
             findings=tuple(self._findings),
             notes=tuple(notes),
         )
@@ -412,10 +392,11 @@ class _Auditor:
         groups: dict[int, list[TrajectoryRecord]] = {}
         for record in records:
             groups.setdefault(record.ordinal, []).append(record)
+            self._rows.take(record.ordinal, record.row)
         for ordinal, group in groups.items():
             self._coverage.take_trained(step, ordinal, group, plan.terms)
-            self._trained_of[group[0].source] += 1
-            self._take_place(ordinal, group[0].source, group[0].source_ordinal)
+            its = group[0]
+            self._sources.take(its.source, its.source_ordinal, ordinal=ordinal, row=its.row, trained=True)
         indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
         self._steps_by_ordinal.update(indices.keys())
         self._again |= {ordinal for ordinal in indices if self._steps_by_ordinal[ordinal] > 1}
@@ -428,14 +409,6 @@ class _Auditor:
                 there = f"trajectories {sorted(some)}, algorithm.group_size={size}"
                 self._find(f"step {step}: prompt {ordinal} has {there}")
 
-    def _take_place(self, ordinal: int, source: str, own: int) -> None:
-        """Find two prompts that have one place in a source."""
-        if not source:
-            return
-        other = self._places.setdefault(source, {}).setdefault(own, ordinal)
-        if other != ordinal:
-            self._find(f"prompts {other} and {ordinal} are both number {own} of {source} (data.sources)")
-
     def _audit_shares(self, step: int) -> None:
         """Find a source that is a whole group away from its share of the groups trained so far. Other weights before a
         resume leave nothing to compare."""
@@ -443,18 +416,7 @@ class _Auditor:
         every = [self._plans.last, *(before for _, before in self._plans.earlier)]
         if any((other.shares, other.prompts_per_step) != (plan.shares, plan.prompts_per_step) for other in every):
             return
-        total = sum(share.weight for share in plan.shares.values())
-        for source, share in plan.shares.items():
-            due = step * plan.prompts_per_step * share.weight / total
-            if abs(self._trained_of[source] - due) >= 1:
-                there = f"{self._trained_of[source]} groups of {source} were trained, its share is {due:.2f}"
-                self._find(f"step {step}: {there} (data.sources)")
-
-    def _audit_places(self) -> None:
-        """Find prompts of a source that were skipped: all up to the last that has ended must have, too."""
-        for source, places in self._places.items():
-            if missing := set(range(max(places) + 1)) - set(places):
-                self._find(f"{len(missing)} prompts of {source} (data.sources) did not come: {_some(missing)}")
+        self._findings += self._sources.findings_of_step(step, plan.shares, plan.prompts_per_step)
 
     def _audit_versions(self, step: int, records: Sequence[TrajectoryRecord]) -> int:
         """Return the largest staleness of the step."""
@@ -531,11 +493,14 @@ class _Auditor:
                 for record in each_record(path, _Discarded):
                     if isinstance(record, str):
                         self._find(f"{DISCARDED}/{path.name}: {record}")
-                    elif record.ordinal not in self._steps_by_ordinal:
+                        continue
+                    self._rows.take(record.ordinal, record.row)
+                    if record.ordinal not in self._steps_by_ordinal:
                         reasons[record.ordinal] = record.reason
                         its = replace(terms, group_size=self._plans.for_step(step).size_of(record.source))
                         self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, its)
-                        self._take_place(record.ordinal, record.source, record.source_ordinal)
+                        place, row = record.source_ordinal, record.row
+                        self._sources.take(record.source, place, ordinal=record.ordinal, row=row, trained=False)
             except OSError as error:
                 self._find(f"{DISCARDED}/{path.name} cannot be read: {error}")
         return reasons

@@ -80,6 +80,13 @@ def longest_source(config: Config) -> Config:
     return max(every, key=lambda its: its.data.max_prompt_tokens + its.rollout.max_response_tokens)
 
 
+def longest_response(config: Config) -> int:
+    """Return the largest rollout.max_response_tokens of all sources."""
+    of_run = config.rollout.max_response_tokens
+    sections = (entry.get("rollout") or {} for entry in config.data.sources.values())
+    return max((section.get("max_response_tokens", of_run) for section in sections), default=of_run)
+
+
 def source_problems(config: Config) -> Iterator[Problem]:
     """Yield what is wrong with the entries of data.sources themselves."""
     for name, entry in config.data.sources.items():
@@ -150,8 +157,18 @@ def _composed(config: Config, entry: Mapping[str, Any]) -> Config:
 def _with(section: Any, values: Mapping[str, Any], whole: tuple[str, ...]) -> Any:
     files = {name: ",".join(map(str, value)) for name, value in values.items() if _is_list_of_files(name, value)}
     node: DictConfig = OmegaConf.structured(replace(section, **{name: {} for name in whole if name in values}))
+    return OmegaConf.to_object(OmegaConf.merge(writable(node), {**values, **files}))
+
+
+def writable(node: DictConfig) -> DictConfig:
+    """Return the node with values that can be merged over. OmegaConf makes read-only nodes from frozen dataclasses."""
     OmegaConf.set_readonly(node, False)
-    return OmegaConf.to_object(OmegaConf.merge(node, {**values, **files}))
+    if not node:
+        OmegaConf.set_struct(node, False)  # its keys are the user's
+    for key in node:
+        if OmegaConf.is_dict(node[key]):
+            writable(node[key])
+    return node
 
 
 def _is_list_of_files(name: str, value: Any) -> bool:

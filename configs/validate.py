@@ -1,6 +1,7 @@
 """Refuses a config with values that are out of range or contradict one another, before anything starts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from configs.checks import sections
 from configs.checks.algorithm import algorithm_problems
@@ -33,7 +34,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides
 
 
 def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return a line for each problem. One that all sources have is one of the keys that they share."""
+    """Return a line for each problem. One that the run has by itself and all sources have is one of shared keys."""
     if tuple(needed_files) == CONVERSATIONS:
         return ["data.sources: `slipstream sft` learns the conversations of sft.train_files: leave it out"]
     if problems := list(impossible_names(config)) or list(secret_problems(config)) or list(source_problems(config)):
@@ -42,7 +43,8 @@ def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Seque
     if any(source.config.data.holds_out for source in sources):  # then keys of evaluations have an effect
         overrides = [override for override in overrides if not override.lstrip("+").startswith(OF_EVALUATIONS)]
     by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources}
-    shared = [line for line in next(iter(by_source.values())) if all(line in lines for lines in by_source.values())]
+    of_run = _lines(replace(config, data=replace(config.data, sources={})), needed_files, overrides)
+    shared = [line for line in of_run if all(line in lines for lines in by_source.values())]
     own = [f"data.sources.{name}: {line}" for name, lines in by_source.items() for line in lines if line not in shared]
     return shared + own
 

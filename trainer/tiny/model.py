@@ -84,8 +84,8 @@ def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 def build_mixed_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer for demonstrations of which some are chats, with their template and control tokens.
 
-    Words are split as by `build_tokenizer`, so that names are made of known pieces. A run of JSON up to the next digit is
-    a word, too: the description of a tool, or the frame of a call, is one token where the corpus repeats it.
+    Words are split as by `build_tokenizer`, so that names are made of known pieces. A run of JSON up to the next digit
+    is a word, too: the description of a tool, or the frame of a call, is one token where the corpus repeats it.
     """
     pieces = pre_tokenizers.Split(Regex(JSON_OR_WORD), behavior="isolated")
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -258,8 +258,8 @@ def _demonstrations_of(config: Config, count: int, batch_size: int) -> "list[Dem
     """Return so many demonstrations of a source, of which whole batches are of right answers."""
     if config.data.demonstrations is not None:
         make = find("data.demonstrations", config.data.demonstrations, ("num", "seed"), named=config.data.loader_args)
-        pairs = make(count, config.seed, **config.data.loader_args)
-        return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]
+        episodes = make(count, config.seed, **config.data.loader_args)
+        return [(_prompt(config, question), *rest) for question, *rest in episodes]
     num_clean = int(count // batch_size * CLEAN_SHARE) * batch_size
     numbers = {"num_clean": num_clean, "num_sloppy": count - num_clean, "seed": config.seed}
     if config.data.generated is Generated.search_world:

@@ -121,8 +121,11 @@ class Adaptive:
 
 
 def make_order(config: Config, rows: Sequence[Prompt], share: float = 1.0) -> Order:
-    """Return the order of these rows. `share`: the part of the trained groups that they make, if there are other sources
-    of prompts. Raises ValueError for rows without the column that it needs."""
+    """Return the order of these rows. Raises ValueError for rows without the column that it needs.
+
+    Args:
+        share: the part of the trained groups that they make, if there are other sources of prompts.
+    """
     curriculum, seed = config.data.curriculum, config.seed
     name = curriculum.order
     if name == "uniform":

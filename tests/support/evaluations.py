@@ -45,9 +45,7 @@ class FakeEvaluationRunner:
             )
             for index in range(num_samples)
         ]
-        return EvaluatedPrompt(
-            ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(samples), source=prompt.source
-        )
+        return EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(samples))
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)

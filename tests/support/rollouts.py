@@ -64,10 +64,7 @@ class FakeStream:
         self.ordinal = 0
         self.order = FakeOrder()
 
-    def tell(self, prompt: Prompt, rewards: list[float]) -> None:
-        self.order.tell(prompt.ordinal, rewards)
-
-    def next(self, source: str = "") -> Prompt:
+    def next(self) -> Prompt:
         self.ordinal += 1
         return make_prompt(self.ordinal - 1)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.store import CheckpointError, verified
-from trainer.tracking.trajectories import TrajectoryRecord
+from trainer.tracking.trajectories import TrajectoryRecord, recorded_routes
 
 PROOF = "proof.jsonl"
 CERTIFICATE = "certificate.json"
@@ -257,7 +257,7 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     counts = arrays.get("kept_counts", np.zeros(0)).astype("<i4")
     kept_ids = arrays.get("kept_ids", np.zeros(0)).astype("<i4")
     num_kept = [0, *np.cumsum(np.maximum(counts, 0), dtype=np.int64).tolist()]
-    num_routed = [0, *np.cumsum(arrays.get("routed_lengths", np.zeros(len(prompts), np.int64))).tolist()]
+    routed = recorded_routes(arrays)
     sequence = 0
     for place, num_sequences in enumerate(arrays["num_sequences"].tolist()):
         tokens = b""
@@ -272,8 +272,8 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         if counts[whole].any():
             kept = slice(num_kept[whole.start], num_kept[whole.stop])
             logprobs += counts[whole].tobytes() + kept_ids[kept].tobytes()
-        if "routes" in arrays:
-            logprobs += arrays["routes"][num_routed[sequence] : num_routed[sequence + num_sequences]].tobytes()
+        for own in routed[sequence : sequence + num_sequences]:
+            logprobs += b"".join(part.tobytes() for part in own.parts())
         training = arrays["advantages"][place : place + 1].astype("<f4").tobytes()
         for name, kind in _TRAINED:
             training += arrays[name][loss].astype(kind).tobytes() if name in arrays else b""

@@ -49,7 +49,8 @@ class LoraConfig:
     alpha: float = 32.0
     """A layer computes W x + (alpha / rank) B A x."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Layers with an adapter: [all_linear] (all but the head), or names, or ends of names, such as [q_proj,v_proj]."""
+    """Layers with an adapter: [all_linear] (all but the head), or names, or ends of names, such as [q_proj,v_proj]. The
+    experts of a mixture, which are no linear layers, have one each if they are named: experts."""
     dropout: float = 0.0
     """Share of x that is dropped before A, in forward passes with a gradient only. Above 0, the probabilities that are
     trained are not quite those that sampled."""

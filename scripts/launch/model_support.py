@@ -43,17 +43,23 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 ADAPTERS_ONLY = "replicas can serve it with an adapter beside it: set model.lora.rank and model.lora.serve=adapter"
 
 
-def check_model(config: Config, *, trains: bool, updates: bool) -> None:
+def check_model(config: Config, *, trains: bool, updates: bool, device: str | None = None) -> None:
     """Refuse a model.path or teacher.path that the command cannot run.
 
     Args:
         trains: whether the trainer loads the model.
         updates: whether replicas take its weights from the trainer.
+        device: "cpu" or "cuda", where the command runs replicas with adapters.
 
     Raises:
         ConfigError: a line for each problem.
     """
     problems: list[Problem] = []
+    if device == "cpu" and updates and config.model.lora.serve is LoraServing.adapter and _has_experts(config):
+        allowed = (
+            "must be merged for a mixture of experts on a CPU, where vLLM has no kernel for adapters beside experts"
+        )
+        problems.append(Problem("model.lora.serve", allowed))
     if config.model.kind is ModelKind.hf and config.model.path is not None:
         problems += _problems("model.path", config.model.path, trains)
         if updates and config.model.lora.serve is not LoraServing.adapter:
@@ -120,6 +126,14 @@ def _update_problems(path: str) -> Iterator[Problem]:
         tested = ", ".join(sorted(LATENT_ATTENTION))
         what = f"updates of its multi-head latent attention are untested: they are for {tested}"
         yield Problem("model.path", f"{text['model_type']}: {what}")
+
+
+def _has_experts(config: Config) -> bool:
+    """Return whether the policy is known to be a mixture of experts."""
+    if config.model.kind is ModelKind.tiny:
+        return config.model.num_experts > 0
+    path = config.model.path or ""
+    return _model_config("model.path", path) is not None and not _is_dense(path)
 
 
 def _is_dense(path: str) -> bool:

@@ -101,6 +101,21 @@ def test_experts_that_the_ranks_do_not_divide_are_refused(name: str, tmp_path: P
         check_model(changed(divided, trainer__num_ranks=4), trains=True, updates=True)
 
 
+def test_adapters_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    adapter = {"model__lora": LoraConfig(rank=8, serve=LoraServing.adapter)}
+    tiny = changed(Config(), model__num_experts=4)
+    large = config_of(tmp_path, {**QWEN, "num_experts": 4}, "model.safetensors")
+    for config in (tiny, large):
+        served = changed(config, **adapter)
+        with pytest.raises(
+            ConfigError, match=r"^model.lora.serve=adapter: must be merged for a mixture of experts on a"
+        ):
+            check_model(served, trains=True, updates=True, device="cpu")
+        check_model(served, trains=True, updates=True, device="cuda")
+        check_model(config, trains=True, updates=True, device="cpu")
+    check_model(changed(Config(), **adapter), trains=True, updates=True, device="cpu")
+
+
 def test_what_is_served_may_be_a_type_that_only_the_engine_knows(tmp_path: Path) -> None:
     check_model(config_of(tmp_path, {"model_type": "new"}, "model.safetensors"), trains=False, updates=False)
 

@@ -91,9 +91,10 @@ def _traffic_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
         return {}
     total = _num_bytes(map(_plain, sequences)) + kept + routes
     metrics = {"traffic/bytes_per_token": total / num_tokens}
-    for name, part in (("kept", kept), ("route", routes)):
-        if part:
-            metrics |= {f"traffic/{name}_bytes_per_token": part / num_tokens, f"traffic/{name}_share": part / total}
+    if kept:
+        metrics |= {"traffic/kept_bytes_per_token": kept / num_tokens, "traffic/kept_share": kept / total}
+    if routes:
+        metrics |= {"traffic/route_bytes_per_token": routes / num_tokens, "traffic/route_share": routes / total}
     return metrics
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.replica.answers import Answers
 from rollout.types import Completion, Routes, TokenSequence
 from tests.support.fakes import make_completion
 from tests.support.routes import input_rows, routed_group, rows_of, some_routes
@@ -100,6 +101,21 @@ def test_a_group_has_the_rows_of_its_prompt_once_and_every_sequence_its_own(
 
 def _num_same(first: Rows, rows: Rows) -> int:
     return next((place for place, row in enumerate(first) if row != rows[place]), len(first))
+
+
+@given(answers=st.lists(st.tuples(st.integers(1, 4), st.none() | st.lists(st.none() | st.integers(0, 2), max_size=6))))
+def test_answers_of_one_call_come_as_they_were_sent(answers: list[tuple[int, Rows | None]]) -> None:
+    whole = [completion(*answer) for answer in answers]
+    read = pickle.loads(pickle.dumps(Answers.of(whole))).completions()
+    assert [rows_of(each.routes) for each in read] == [rows_of(each.routes) for each in whole]
+    assert [each.routes is None for each in read] == [each.routes is None for each in whole]
+    assert [each.token_ids.tolist() for each in read] == [each.token_ids.tolist() for each in whole]
+
+
+def test_answers_of_one_call_bring_their_prompt_once() -> None:
+    prompt = list(range(40)) * 25
+    sizes = [len(pickle.dumps(Answers.of([completion(1, [*prompt, row]) for row in range(size)]))) for size in (1, 8)]
+    assert sizes[1] - sizes[0] < 7 * 1000, "seven answers more, and less than a byte of each token of the prompt"
 
 
 def test_a_prompt_travels_once_whatever_the_size_of_the_group() -> None:

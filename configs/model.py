@@ -38,6 +38,11 @@ class LoraServing(Enum):
     """The weights W as the replica loaded them, with A and B beside them, which is slower. W may be quantized."""
 
 
+def names_experts(targets: list[str]) -> bool:
+    """Return whether adapters are for the experts of a mixture, too, or for some of their weights."""
+    return any("experts" in target.split(".") for target in targets)
+
+
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels; a smaller adapter takes the next one. (New versions have 1 too.)"""
 

@@ -16,7 +16,7 @@ from configs.checkpoint import LATEST, is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
 from configs.data import NO_FILES, Generated, parse_sources
-from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
@@ -137,7 +137,7 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
         )
-    if any("experts" in target.split(".") for target in lora.targets):
+    if names_experts(lora.targets):
         yield from _expert_adapter_problems(config)
     if lora.serve is LoraServing.adapter:
         if lora.rank > max(SERVED_RANKS):

@@ -6,7 +6,7 @@ What Python and the libraries take comes on top: about 0.5 GB of host memory and
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.model import LoraServing
+from configs.model import LoraServing, names_experts
 from configs.rollout import MOST_KEPT, TIES
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
@@ -161,6 +161,9 @@ def _pass_parts(config: Config, shape: ModelShape, device: str) -> Iterator[Part
     if ranks > 1 and gradients.name == "gradients":
         reduced = shape.rest_parameters + layer if trains_all else 0
         yield Part("gathered gradients", reduced * (width + FLOAT32), "trainer.dtype")
+    if shape.mixture is not None and not trains_all and names_experts(config.model.lora.targets):
+        merged = shape.mixture.layer_parameters * (2 * FLOAT32 + width)  # on their way, and as they are
+        yield Part("experts with adapters merged", merged, "model.lora.targets")
     if experts:
         yield Part("own experts at work", _experts_at_work(config, shape, experts), "trainer.num_ranks")
     if (activations := activation_bytes(config, shape)) is not None:

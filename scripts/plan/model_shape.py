@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from configs.model import ALL_LINEAR
+from configs.model import ALL_LINEAR, names_experts
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from scripts.launch.model_support import NUM_EXPERTS
@@ -93,8 +93,7 @@ class ModelShape:
             for name, size in self.linear
             if targets == [ALL_LINEAR] or any(name == target or name.endswith(f".{target}") for target in targets)
         )
-        names_experts = any("experts" in target.split(".") for target in targets)
-        return rank * (linear + (self.mixture.widths if names_experts and self.mixture is not None else 0))
+        return rank * (linear + (self.mixture.widths if self.mixture is not None and names_experts(targets) else 0))
 
     @property
     def kv_values(self) -> int | None:

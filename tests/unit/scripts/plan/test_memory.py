@@ -122,8 +122,9 @@ def test_divided_experts_are_not_gathered_and_have_a_share_of_the_gradients() ->
     fits, most = {"trainer__expert_parallel": True}, 1000  # of 0.8 GB, where all would be 4 GB
     assert "gradients" in mixed(trainer__unsharded_gradients_mb=most)
     assert "gradients, whole" in mixed(trainer__unsharded_gradients_mb=most, **fits)
-    factors = mixed(model__lora__rank=8, model__lora__targets=["q_proj", "experts"])["weights"]
-    assert factors == pytest.approx(8 * (4096 + 10**6) * 4 / 4 / 1e9)
+    adapted = mixed(model__lora__rank=8, model__lora__targets=["q_proj", "experts"])
+    assert adapted["weights"] == pytest.approx(8 * (4096 + 10**6) * 4 / 4 / 1e9)
+    assert adapted["experts with adapters merged"] == pytest.approx(0.04 * (8 + 2))
     frozen = mixed(model__lora__rank=8, **fits)
     assert frozen["own experts at work"] == pytest.approx(0.04 / 4 * 2)
 

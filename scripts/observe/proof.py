@@ -252,6 +252,7 @@ def _digests(records: Sequence[TrajectoryRecord], arrays: Mapping[str, Any] | No
 
 def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     prompts, responses = _edges(arrays["prompt_lengths"]), _edges(arrays["response_lengths"])
+    starts = [0, *(end for _, end in responses)]  # the last is the end, for a trajectory without a sequence
     mask = arrays["loss_mask"].astype(np.uint8)
     num_loss = [0, *np.cumsum(mask, dtype=np.int64).tolist()]
     counts = arrays.get("kept_counts", np.zeros(0)).astype("<i4")
@@ -266,7 +267,7 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             tokens += struct.pack("<ii", prompt.stop - prompt.start, response.stop - response.start)
             tokens += arrays["prompt_ids"][prompt].astype("<i4").tobytes()
             tokens += arrays["response_ids"][response].astype("<i4").tobytes() + mask[response].tobytes()
-        whole = slice(responses[sequence][0], responses[sequence + num_sequences - 1][1])
+        whole = slice(starts[sequence], starts[sequence + num_sequences])
         loss = slice(num_loss[whole.start], num_loss[whole.stop])
         logprobs = arrays["rollout_logprobs"][whole].astype("<f4").tobytes()
         if counts[whole].any():

@@ -411,12 +411,20 @@ class TokenSequence:
         return 0 if self.prompt_routes is None or self.routes is None else self.num_inputs - len(self.routes)
 
     @property
+    def routes_in_parts(self) -> list[Routes]:
+        """Return the experts of its inputs in their order, without a copy. The first ones may be missing."""
+        if self.routes is None:
+            return []
+        shared = [] if self.prompt_routes is None else [self.prompt_routes.first(self.num_prompt_routes)]
+        return [*shared, self.routes]
+
+    @property
     def input_routes(self) -> Routes | None:
-        """Return the experts of its inputs, wherever they are. The first ones may be missing."""
-        if self.prompt_routes is None or self.routes is None:
+        """Return the experts of its inputs as one. None: all are unknown."""
+        parts = self.routes_in_parts
+        if len(parts) < 2:
             return self.routes
-        first = self.prompt_routes.experts[: self.num_prompt_routes]
-        return Routes(experts=np.concatenate([first, self.routes.experts]))
+        return Routes(experts=np.concatenate([part.experts for part in parts]))
 
     def token_versions(self) -> IntArray:
         """[R] `global_steps` of every token, -1 where the policy did not sample it."""

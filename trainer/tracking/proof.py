@@ -241,8 +241,7 @@ def _sampling(trajectory: Trajectory) -> dict[str, str]:
     kept = KeptTokens.concatenate([(sequence.kept, len(sequence.response_ids)) for sequence in trajectory.sequences])
     if kept is not None and kept.counts.any():
         logprobs += [np.asarray(numbers, "<i4").tobytes() for numbers in (kept.counts, kept.token_ids)]
-    routes = (sequence.input_routes for sequence in trajectory.sequences)
-    logprobs += [each.experts.tobytes() for each in routes if each is not None]
+    logprobs += [part.experts.tobytes() for sequence in trajectory.sequences for part in sequence.routes_in_parts]
     return {"tokens": _digest(*tokens), "logprobs": _digest(*logprobs), "versions": _digest(*versions)}
 
 

@@ -72,7 +72,7 @@ def _kept_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _route_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
     """Return how many inputs go to the experts that the sampler chose, and the size of what says so; nothing where no
     engine says."""
-    routed = [routes for sequence in sequences if (routes := sequence.input_routes) is not None]
+    routed = [part for sequence in sequences for part in sequence.routes_in_parts]
     if not routed:
         return {}
     num_inputs = sum(sequence.num_inputs for sequence in sequences)

@@ -9,8 +9,11 @@ DEV   := $(VENV)/.installed-dev
 # Of the plugins that come with libraries only those the tests use: to load the others takes a second.
 PYTEST := $(PY) -m pytest --disable-plugin-autoload -p xdist -p timeout -p hypothesispytest
 
+# Whole runs come last.
+SLOW := tests/unit $(addprefix tests/system/,rollout weight_sync trainer scripts) tests/cluster tests/system/runs
+
 .DEFAULT_GOAL := help
-.PHONY: help install install-cluster train sft evaluate serve dashboard retriever predict test test-slow unit gpu-check lint docs clean distclean FORCE
+.PHONY: help install install-cluster train sft evaluate serve dashboard retriever predict test test-slow test-nightly unit gpu-check lint docs clean distclean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,10 +56,13 @@ predict: $(STAMP)  ## predict other configurations of a run, and say what to cha
 	@$(PY) -m scripts.predict $(ARGS)
 
 test: $(DEV)  ## unit and system tests
-	@$(PYTEST) tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+	@$(PYTEST) tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not nightly" $(ARGS)
 
 test-slow: $(DEV)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
-	@$(PYTEST) tests/cluster tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	@$(PYTEST) $(SLOW) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly" $(ARGS)
+
+test-nightly: $(DEV)  ## the system tests that take longest: fault after fault, learning, partitions of a minute
+	@$(PYTEST) tests/cluster tests/system -n 2 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 
 unit: $(DEV)  ## unit tests only: a minute or two
 	@$(PYTEST) tests/unit -n 2 --dist worksteal -m "not slow" $(ARGS)

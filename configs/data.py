@@ -39,6 +39,29 @@ class Generated(Enum):
     """Questions about a made-up world, which are answered by one or two searches (rollout/environments/search)."""
 
 
+ORDERS = ("uniform", "frontier", "stages", "retry")
+"""The values of data.curriculum.order besides functions of the user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumConfig:
+    order: str = "uniform"
+    """Order in which prompts are drawn: uniform (each once per epoch, shuffled), frontier (those whose rewards are
+    expected to vary most), stages (from easy to hard by a column), retry (as uniform, and prompts that failed come
+    back), or `package.module:function` of (rows, passes, random) that returns the number of the row to draw."""
+    key: str | None = None
+    """Column of train_files: for stages the difficulty, a number; for frontier one whose values tell what is hard,
+    from which prompts that were never drawn are judged. A dot reaches into a column."""
+    pass_reward: float = 0.5
+    """The reward from which on a response passes. A prompt is judged by the share of its responses that pass."""
+    half_life: float = 100
+    """Steps after which what was seen of a prompt counts half, because the policy has changed since."""
+    stage_pass_rate: float = 0.8
+    """Share of the responses of a stage's last 64 groups from which on the next stage begins."""
+    retry_after: int = 256
+    """Number of other prompts that are drawn before a prompt that failed comes back, once per epoch."""
+
+
 NO_FILES = "none"
 """The value of data.val_files with which a run has no held-out set."""
 
@@ -82,6 +105,7 @@ class DataConfig:
     """Longest prompt. The engine's context is this plus rollout.max_response_tokens."""
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
     """Treatment of longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
     @property
     def holds_out(self) -> bool:

@@ -3,6 +3,8 @@
 import ipaddress
 from dataclasses import dataclass
 
+ADDRESS_FILE = "serving.url"
+"""In the run folder of `serve`, while it answers: the address of the gateway."""
 TOKEN_ENV = "SLIPSTREAM_TOKEN"
 """Environment variable with the token. No key holds it: a command line shows in `ps`, in the run folder and in W&B."""
 

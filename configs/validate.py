@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from configs.checks import sections
 from configs.checks.algorithm import algorithm_problems
+from configs.checks.curriculum import curriculum_problems
 from configs.checks.engine_args import engine_args_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
@@ -31,6 +32,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides
             *sections.model_problems(config),
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
+            *curriculum_problems(config),
             *sections.sft_problems(config, needed_files),
             *sections.unread_sft_keys(config, needed_files, overrides),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),

@@ -1,13 +1,12 @@
-"""The prompt stream: every prompt of an epoch once, reshuffled every epoch, resumable at any ordinal."""
+"""The prompt stream: prompts numbered by ordinals, in the order of their rows that the run has, resumable."""
 
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
-from rollout.types import IntArray, Prompt
+from rollout.curriculum.order import Order, Uniform
+from rollout.types import Prompt
 
 Message = dict[str, Any]
 """`role`, `content` and more, in the form that chat templates read."""
@@ -41,8 +40,9 @@ class Row:
 
 
 class PromptStream:
-    """An endless stream of prompts. Prompt `ordinal` is row `permutation(epoch)[ordinal % len]`, so that the ordinals
-    are the whole state: a checkpoint stores `ordinal` and `returned`.
+    """An endless stream of prompts. Its order says which row an ordinal is: by default each row once per epoch.
+
+    A checkpoint stores `ordinal`, `returned` and the state of the order, which is none where an ordinal says it all.
 
     Example:
         stream = PromptStream(rows, seed=0)  # 3 rows
@@ -51,17 +51,22 @@ class PromptStream:
         resumed.next(), resumed.next()  # ordinals 1 and 3
     """
 
-    def __init__(self, rows: Sequence[Prompt], seed: int, ordinal: int = 0, returned: Iterable[int] = ()):
+    def __init__(
+        self,
+        rows: Sequence[Prompt],
+        seed: int,
+        ordinal: int = 0,
+        returned: Iterable[int] = (),
+        order: Order | None = None,
+    ):
         """`rows`: their prompts, whatever their ordinals. `ordinal`: the first that was never handed out. `returned`:
-        earlier ordinals to hand out again before it, because their groups were lost."""
+        earlier ordinals to hand out again before it, because their groups were lost. `order`: None is uniform."""
         self._rows = rows
-        self._seed = seed
+        self.order = Uniform(len(rows), seed) if order is None else order
         self.ordinal = ordinal
         self.returned = sorted(returned)
-        self._epoch = -1
-        self._order: IntArray = np.empty(0, np.int32)
         self.checksum = zlib.crc32(f"{seed}/{len(rows)}".encode())
-        """Checksum of everything that decides which prompt an ordinal is: the seed, and the rows in order."""
+        """Checksum of the seed, and of the rows as they are numbered."""
         for row in rows:
             self.checksum = zlib.crc32(
                 f"{row.text}\0{row.ground_truth}\0".encode(errors="surrogatepass"), self.checksum
@@ -71,13 +76,11 @@ class PromptStream:
         """Hand out the smallest returned ordinal, else the next new one."""
         if self.returned:
             return self.at(self.returned.pop(0))
+        self.order.draw(self.ordinal)
         self.ordinal += 1
         return self.at(self.ordinal - 1)
 
     def at(self, ordinal: int) -> Prompt:
-        """Look up a prompt without handing it out. The permutation is computed once per epoch: ask in order."""
-        epoch, place = divmod(ordinal, len(self._rows))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).astype(np.int32)
-        return replace(self._rows[self._order[place]], ordinal=ordinal)
+        """Look up a prompt that was handed out, and that is neither trained nor discarded."""
+        row = self.order.row(ordinal)
+        return replace(self._rows[row], ordinal=ordinal, row=row)

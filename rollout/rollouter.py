@@ -171,14 +171,18 @@ class Rollouter:
                 await self._take_back(group)
                 if is_failure and self.buffer.failures.gives_up(group.ordinal, group.failures, error):
                     await self.buffer.fail(group.slot, group.prompt, error)
-                    return self._progress.end(group.ordinal)
+                    return self._end(group, [])
                 self._tell_moved(group, error)
             else:
                 await self.buffer.put(group.slot, finished)
                 # No await stands between the buffer's taking the group and this: a checkpoint finds it in one place.
-                return self._progress.end(group.ordinal)
+                return self._end(group, finished.rewards)
             await self._isolate(group)
             await self._take_room(group)
+
+    def _end(self, group: GroupUnderWay, rewards: list[float]) -> None:
+        self.stream.order.tell(group.ordinal, rewards)
+        self._progress.end(group.ordinal)
 
     async def _run(self, group: GroupUnderWay) -> TrajectoryGroup:
         """Run the group in one call to an agent worker, on one replica after another. An episode that ends gives its

@@ -11,14 +11,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout.curriculum.order import CurriculumState, OtherPromptsError
 from rollout.progress import PartialCompletion, TokenRecord
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
 from rollout.types import Trajectory, TrajectoryGroup
-
-
-class OtherPromptsError(ValueError):
-    """The data, its order or the seed differs from the checkpoint's: its ordinals would name other prompts."""
 
 
 class LostPromptsError(ValueError):
@@ -59,11 +56,14 @@ class RolloutState:
     """Counters of the whole run, for its summary."""
     num_trained: int | None = None
     """Groups that were trained. None: the checkpoint is from before it was counted."""
+    curriculum: CurriculumState | None = None
+    """The state of the order of the rows. None: it is uniform, whose ordinals say it all."""
 
 
 def capture(rollouter: Rollouter) -> RolloutState:
     """Return the state now. The next await may change it."""
     stream, buffer = rollouter.stream, rollouter.buffer
+    live = {*rollouter.under_way, *stream.returned, *(group.prompt.ordinal for group in buffer.ready)}
     return RolloutState(
         prompts_checksum=stream.checksum,
         group_size=rollouter.group_size,
@@ -91,6 +91,7 @@ def capture(rollouter: Rollouter) -> RolloutState:
             **rollouter.counters,
         },
         num_trained=buffer.num_trained,
+        curriculum=stream.order.state(live),
     )
 
 
@@ -103,6 +104,7 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     stream, buffer = rollouter.stream, rollouter.buffer
     if stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
+    stream.order.restore(state.curriculum)
     same_groups = state.group_size == rollouter.group_size
     returned: list[int] = []
     for ready in state.ready:

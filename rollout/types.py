@@ -30,6 +30,8 @@ class Prompt:
 
     ordinal: int
     """Place in the stream, counted over all epochs: the prompt's identity, trained exactly once."""
+    row: int | None = None
+    """The number of its row among those of the data that are not too long. None: it is not of the stream."""
     text: str
     """The prompt as the model sees it, after the template."""
     token_ids: tuple[int, ...]
@@ -546,6 +548,11 @@ class TrajectoryGroup:
         if greedy is not None:
             greedy = replace(greedy, sequences=tuple(replace(each, routes=None) for each in greedy.sequences))
         return replace(self, trajectories=tuple(trajectories), greedy=greedy)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Return the rewards of the trajectories that have one."""
+        return [trajectory.reward for trajectory in self.trajectories if trajectory.is_scored]
 
     @property
     def is_aborted(self) -> bool:

@@ -27,7 +27,7 @@ def main() -> None:
         arguments = expand_folder(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"config error: {error}")
-    Main(name="evaluate", command=evaluate, needed_files=NEEDED_FILES).exit(arguments)
+    MAIN.exit(arguments)
 
 
 def evaluate(invocation: Invocation) -> Ended:
@@ -70,6 +70,8 @@ def table(scores: Mapping[str, Mapping[str, float]]) -> str:
     first, *widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], widths)]) for line in cells)
 
+
+MAIN = Main(name="evaluate", command=evaluate, needed_files=NEEDED_FILES)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ from scripts.command.command import Ended, Invocation, Main, run_async
 
 
 def main() -> None:
-    Main(name="serve", command=serve, needed_files=(), may_sweep=False).exit(sys.argv[1:])
+    MAIN.exit(sys.argv[1:])
 
 
 def serve(invocation: Invocation) -> Ended:
@@ -51,6 +51,8 @@ def serve(invocation: Invocation) -> Ended:
         sys.stdout.write("stopped\n")
     return Ended(exit_code=0)
 
+
+MAIN = Main(name="serve", command=serve, needed_files=(), may_sweep=False)
 
 if __name__ == "__main__":
     main()

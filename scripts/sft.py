@@ -23,7 +23,7 @@ BEFORE_THE_FIRST = -1
 
 
 def main() -> None:
-    Main(name="sft", command=sft, needed_files=CONVERSATIONS).exit(sys.argv[1:])
+    MAIN.exit(sys.argv[1:])
 
 
 def sft(invocation: Invocation) -> Ended:
@@ -127,6 +127,8 @@ def _conversation_parts(config: Config, learned: "Learned | str") -> dict[str, s
     epochs = f"{num_taken / num_train:.3g} ({num_taken:,} of {num_train:,})" if num_train else "none"
     return {"conversations": learned.sentence(config), "epochs": epochs}
 
+
+MAIN = Main(name="sft", command=sft, needed_files=CONVERSATIONS)
 
 if __name__ == "__main__":
     main()

@@ -25,6 +25,11 @@ COMMANDS = {
     "retriever": ("retriever", "serve the documents of a corpus to search"),
     "fleet": ("fleet", "show, add and remove replicas of a running run"),
     "wandb-view": ("wandb_view", "make the saved view of a W&B project"),
+    "migrate": ("migrate.__main__", "print our command for the script of another framework"),
+    "from-verl": ("migrate.__main__", "the same, for verl"),
+    "from-skyrl": ("migrate.__main__", "the same, for SkyRL"),
+    "from-trl": ("migrate.__main__", "the same, for TRL"),
+    "from-prime-rl": ("migrate.__main__", "the same, for prime-rl"),
 }
 """The module below `scripts` and a summary of each command."""
 
@@ -42,13 +47,14 @@ def main() -> None:
     module = f"scripts.{COMMANDS[name][0]}"
     if not _is_here(module):
         sys.exit(f"slipstream {name}: {module} is not in this checkout, which trains without it")
-    sys.argv = [f"slipstream {name}", *arguments]
+    named = [f"--from={name.removeprefix('from-')}"] if name.startswith("from-") else []
+    sys.argv = [f"slipstream {name}", *named, *arguments]
     sys.exit(importlib.import_module(module).main())
 
 
 def usage() -> str:
     """Return the summaries of all commands."""
-    rows = "".join(f"  {name:<12}  {summary}\n" for name, (_, summary) in COMMANDS.items())
+    rows = "".join(f"  {name:<13}  {summary}\n" for name, (_, summary) in COMMANDS.items())
     return f"usage: slipstream COMMAND ...\n\n{rows}\nslipstream COMMAND --help says what a command takes.\n"
 
 

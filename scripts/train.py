@@ -27,7 +27,7 @@ BEFORE_THE_FIRST = -1
 
 
 def main() -> None:
-    Main(name="train", command=train).exit(sys.argv[1:])
+    MAIN.exit(sys.argv[1:])
 
 
 def train(invocation: Invocation) -> Ended:
@@ -146,6 +146,8 @@ def _make_sampler(config: Config) -> "Sampler | None":
     num_rows = config.wandb.trajectories_per_step if is_shown else 0
     return Sampler(interval=config.weight_sync.interval, num_rows=num_rows)
 
+
+MAIN = Main(name="train", command=train)
 
 if __name__ == "__main__":
     main()

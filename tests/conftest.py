@@ -5,6 +5,7 @@ import atexit
 import gc
 import inspect
 import os
+import time
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -44,6 +45,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     run_virtual(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no slow test after the time that CI names, where a slow machine would not come to its end."""
+    until = float(os.environ.get("SLOW_TESTS_BEGIN_UNTIL", "inf"))
+    if time.time() > until and item.get_closest_marker("slow") is not None:
+        pytest.skip("no time is left for it: SLOW_TESTS_BEGIN_UNTIL is over")
 
 
 @pytest.fixture(scope="session", autouse=True)

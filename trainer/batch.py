@@ -144,6 +144,16 @@ class Placed(NamedTuple):
     sources: NDArray[np.intp]  # [T] the place in the sequence from which each loss token is predicted, the one before
     index: NDArray[np.intp]  # [T] place of each loss token in the step
     routes: Routes | None = None  # [L]
+    computed_by: IntArray | None = None
+    """[L] the version that computed each token first, where there are routes: other weights sent it elsewhere, so it is
+    shared with no sequence that they computed. None: all that have the token share it."""
+
+    @property
+    def shared(self) -> NDArray[np.integer]:
+        """[L] Return numbers that are equal where sequences may share a token."""
+        if self.computed_by is None:
+            return self.input_ids
+        return (self.computed_by.astype(np.int64) + 1 << 31) + self.input_ids
 
     @classmethod
     def of(cls, sequence: TokenSequence, first_token: int) -> Self:
@@ -151,7 +161,17 @@ class Placed(NamedTuple):
         sources = len(sequence.prompt_ids) - 1 + np.flatnonzero(sequence.loss_mask)
         index = first_token + np.arange(len(sources))
         length = int(sources[-1]) + 1
-        return cls(sequence.token_ids[:length], sources, index, routes_of_inputs(sequence, length))
+        routes = routes_of_inputs(sequence, length)
+        computed_by = None if routes is None else first_versions(sequence)[:length]
+        return cls(sequence.token_ids[:length], sources, index, routes, computed_by)
+
+
+def first_versions(sequence: TokenSequence) -> IntArray:
+    """Return the version that first computed each input: the one that sampled the next token that was sampled."""
+    versions = sequence.token_versions()
+    places = np.where(versions >= 0, np.arange(len(versions)), len(versions) - 1)
+    following = np.minimum.accumulate(places[::-1])[::-1]
+    return np.concatenate([np.repeat(versions[following[:1]], len(sequence.prompt_ids) - 1), versions[following]])
 
 
 def routes_of_inputs(sequence: TokenSequence, length: int) -> Routes | None:
@@ -210,7 +230,7 @@ def rows_of(learning: Sequence[Placed], layout: Layout, max_tokens: int) -> list
     """Put the sequences of a group into rows."""
     if layout is Layout.tree:
         return list(_trees(learning, max_tokens))
-    return [_row([placed], [placed.input_ids]) for placed in learning]
+    return [_row([placed]) for placed in learning]
 
 
 def lay_out(
@@ -243,27 +263,27 @@ def lay_out(
 
 def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
     """Put the sequences of a group into rows, each with what it shares computed once."""
-    input_ids = [placed.input_ids for placed in learning]
-    order = lexicographic_order(input_ids)
-    learning, input_ids = [learning[number] for number in order], [input_ids[number] for number in order]
-    for part in cut(input_ids, max_tokens):
-        yield _row(learning[part], input_ids[part])
+    shared = [placed.shared for placed in learning]
+    order = lexicographic_order(shared)
+    for part in cut([shared[number] for number in order], max_tokens):
+        yield _row([learning[number] for number in order[part]])
 
 
-def _row(learning: Sequence[Placed], input_ids: Sequence[IntArray]) -> Row:
+def _row(learning: Sequence[Placed]) -> Row:
     """Put sorted sequences into one row."""
-    tree = PrefixTree.of(input_ids)
-    sources = [path[placed.sources] for placed, path in zip(learning, tree.paths, strict=True)]
+    tree = PrefixTree.of([placed.shared for placed in learning])
+    paths = list(zip(learning, tree.paths, strict=True))
+    input_ids = np.empty(len(tree.depths), np.int32)
+    for placed, path in paths:
+        input_ids[path] = placed.input_ids
     return Row(
-        input_ids=tree.token_ids,
+        input_ids=input_ids,
         position_ids=tree.depths,
         last=tree.last,
-        sources=np.concatenate(sources),
+        sources=np.concatenate([path[placed.sources] for placed, path in paths]),
         index=join([placed.index for placed in learning], np.int32),
-        # What several sequences share has the experts of the first of them: theirs differ where it was computed twice.
-        routes=Routes.placed(
-            [(placed.routes, path) for placed, path in zip(learning, tree.paths, strict=True)], len(tree.token_ids)
-        ),
+        # What several sequences share has the experts of the first of them: of the same weights, rounding may differ.
+        routes=Routes.placed([(placed.routes, path) for placed, path in paths], len(input_ids)),
     )
 
 

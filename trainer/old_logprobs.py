@@ -29,7 +29,17 @@ from configs.schema import Config, Layout
 from configs.weight_sync import InFlightKv, PauseMode
 from rollout.types import BoolArray, FloatArray, IntArray, Routes, TokenSequence, TrajectoryGroup, VersionSpan
 from trainer.advantages.credit import keeps_idle
-from trainer.batch import Int64Array, MicroBatch, Placed, Row, lay_out, learning_trajectories, routes_of_inputs, rows_of
+from trainer.batch import (
+    Int64Array,
+    MicroBatch,
+    Placed,
+    Row,
+    first_versions,
+    lay_out,
+    learning_trajectories,
+    routes_of_inputs,
+    rows_of,
+)
 from trainer.mini_batches import owning_groups
 from trainer.tokens import TokenSignals, join, sampled_tokens
 
@@ -352,16 +362,8 @@ def _path(sequence: TokenSequence, request: Sequence[VersionSpan], first_token: 
     routes = routes_of_inputs(sequence, len(owners))
     if routes is not None:
         # What this request computed anew, other versions had sent elsewhere before: that is what the sequence keeps.
-        routes = routes.where(_first_owners(sequence)[: len(owners)] == owners)
+        routes = routes.where(first_versions(sequence)[: len(owners)] == owners)
     yield _Path(sequence.token_ids[: len(owners)], owners, prompt_length - 1 + chosen, index, routes)
-
-
-def _first_owners(sequence: TokenSequence) -> IntArray:
-    """Return the version that first computed each input: the one that sampled the next token that was sampled."""
-    versions = sequence.token_versions()
-    places = np.where(versions >= 0, np.arange(len(versions)), len(versions) - 1)
-    following = np.minimum.accumulate(places[::-1])[::-1]
-    return np.concatenate([np.repeat(versions[following[:1]], len(sequence.prompt_ids) - 1), versions[following]])
 
 
 def _joined(paths: list[_Path]) -> list[_Path]:

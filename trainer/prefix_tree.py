@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.types import IntArray
 
+Numbers = NDArray[np.integer]
+"""Token ids, or larger numbers that say besides which sequences may share a token. None is negative."""
 LEAST_SHARED = 1 / 4
 """A sequence that shares less of its tokens with its neighbour gets a row of its own: a narrow model would take longer
 for the tree, whose attention is not plainly causal, than it saves."""
@@ -23,21 +26,19 @@ for the tree, whose attention is not plainly causal, than it saves."""
 class PrefixTree:
     """The tokens of a prefix tree in preorder: a token comes right before all that follows it in any sequence.
 
-    Example, the sequences [p q a b], [p q x] and [p q x y]:
-        token_ids  p q a b x y
+    Example, the sequences [p q a b], [p q x] and [p q x y], whose tree is p q a b x y:
         depths     0 1 2 3 2 3
         last       5 5 3 3 5 5
         paths      (0 1 2 3) (0 1 4) (0 1 4 5)
     """
 
-    token_ids: IntArray  # [L]
     depths: IntArray  # [L] place of the token in its sequences
     last: IntArray  # [L] where the token's subtree ends: j is i, or precedes i in a sequence, iff j <= i <= last[j]
     paths: tuple[IntArray, ...]
     """The places of each sequence's tokens in the tree, in the order of the sequences."""
 
     @classmethod
-    def of(cls, sequences: Sequence[IntArray]) -> Self:
+    def of(cls, sequences: Sequence[Numbers]) -> Self:
         """Build the tree of one or more sequences, which must be sorted (`lexicographic_order`)."""
         shared = [0, *(common_prefix(pair, other) for pair, other in itertools.pairwise(sequences))]
         own = [len(ids) - start for ids, start in zip(sequences, shared, strict=True)]
@@ -51,20 +52,19 @@ class PrefixTree:
             end += length
         last[path] = end - 1
         return cls(
-            token_ids=np.concatenate([ids[start:] for ids, start in zip(sequences, shared, strict=True)]),
             depths=np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in zip(shared, own, strict=True)]),
             last=last,
             paths=tuple(paths),
         )
 
 
-def lexicographic_order(sequences: Sequence[IntArray]) -> list[int]:
-    """Return the sequences' numbers, sorted by their token ids. A prefix comes before what it is a prefix of."""
-    keys = [ids.astype(">i4").tobytes() for ids in sequences]  # ids are not negative, so bytes sort as ids do
+def lexicographic_order(sequences: Sequence[Numbers]) -> list[int]:
+    """Return the sequences' places, sorted by their numbers. A prefix comes before what it is a prefix of."""
+    keys = [ids.astype(ids.dtype.newbyteorder(">")).tobytes() for ids in sequences]  # not negative: bytes sort as they
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def cut(sequences: Sequence[IntArray], max_tokens: int) -> list[slice]:
+def cut(sequences: Sequence[Numbers], max_tokens: int) -> list[slice]:
     """Cut sorted sequences into those of each tree: neighbours that share enough, while the tree has at most
     `max_tokens` tokens. A longer sequence is alone."""
     cuts: list[slice] = []
@@ -82,7 +82,7 @@ def cut(sequences: Sequence[IntArray], max_tokens: int) -> list[slice]:
     return [*cuts, slice(first, len(sequences))] if sequences else []
 
 
-def common_prefix(first: IntArray, second: IntArray) -> int:
+def common_prefix(first: Numbers, second: Numbers) -> int:
     """Return how many tokens the two begin with alike."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]

@@ -19,6 +19,8 @@ COMMAND = "rollout.agent_command"
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 IN_QUOTES = re.compile(rf"{_TEXT}(?:,{_TEXT})*")
 """A text in quotes, or several of a sweep."""
+NO_TEXT = re.compile(r"null|true|false|yes|no|on|off|[-+]?(inf|nan|[\d_.]+(e[-+]?\d+)?)", re.IGNORECASE)
+"""Words that Hydra takes for something else than a text."""
 SWEEP_OPTIONS = {"-m", "--multirun"}
 HELP_OPTIONS = {"-h", "--help"}
 SWEEP_MODE = "hydra.mode=MULTIRUN"
@@ -104,7 +106,7 @@ def _pinned(argument: str) -> str:
     folders = [_without_link(path) if isinstance(path, str) else path for path in paths]
     if folders == paths or not all(isinstance(path, str) for path in folders):
         return argument
-    return ",".join([override(key, str(folders[0])), *(_quoted(str(path)) for path in folders[1:])])
+    return ",".join([override(key, str(folders[0])), *(quoted(str(path)) for path in folders[1:])])
 
 
 def _without_link(path: str) -> str:
@@ -132,11 +134,12 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 def override(key: str, value: str) -> str:
     """An override in Hydra's grammar, which wants quotes around what is no plain word."""
-    return f"{key}={_quoted(value)}"
+    return f"{key}={quoted(value)}"
 
 
-def _quoted(value: str) -> str:
-    is_plain = re.fullmatch(r"[\w./:@+-]+", value)
+def quoted(value: str) -> str:
+    """Return a text in Hydra's grammar, with quotes where it would be no text without."""
+    is_plain = re.fullmatch(r"[\w./:@+-]+", value) and not NO_TEXT.fullmatch(value)
     return value if is_plain else QuotedString(value, Quote.double).with_quotes()
 
 

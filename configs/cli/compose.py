@@ -76,6 +76,12 @@ def folder_pattern(hydra_config: DictConfig, part: str) -> str:
     return str(written["dir"] or "")
 
 
+def refuse_new_folder(job: ComposedJob, part: str) -> None:
+    """Raise ConfigError for resume=auto in a folder that is a new one each time. `part`: run or sweep."""
+    if job.config.resume == "auto" and "${now" in folder_pattern(job.hydra, part):
+        raise ConfigError(f"resume=auto: needs hydra.{part}.dir, because the default is a new folder each time")
+
+
 def folder(hydra_config: DictConfig, part: str) -> str:
     """Return hydra.run.dir or hydra.sweep.dir. Raises ConfigError for one that is empty or cannot be resolved."""
     key = f"hydra.{part}.dir"

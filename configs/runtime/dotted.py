@@ -23,6 +23,17 @@ def find(
 
     Example: find("rollout.reward", "my_rewards:length", ("prompt", "text"))
     """
+    target = find_callable(key, path, known)
+    expected = f"({', '.join([*parameters, *(f'{name}=...' for name in named)])})"
+    try:
+        inspect.signature(target).bind(*parameters, **dict.fromkeys(named))
+    except (TypeError, ValueError) as error:  # ValueError: some functions of C extensions have no signature
+        raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
+    return target
+
+
+def find_callable(key: str, path: str, known: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return the function or class of `path`, whatever its parameters are. Raises ValueError as `find` does."""
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         allowed = f"one of {', '.join(known)}, or package.module:name" if known else "package.module:name"
@@ -37,13 +48,8 @@ def find(
         file = getattr(module, "__file__", None) or "a built-in module"
         raise ValueError(f"{key}={path}: {module_name} has no {name}; it was loaded from {file}")
     target = vars(module)[name]
-    expected = f"({', '.join([*parameters, *(f'{name}=...' for name in named)])})"
     if not callable(target):
-        raise ValueError(f"{key}={path}: must be callable with {expected}, but is of type {type(target).__name__}")
-    try:
-        inspect.signature(target).bind(*parameters, **dict.fromkeys(named))
-    except (TypeError, ValueError) as error:  # ValueError: some functions of C extensions have no signature
-        raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
+        raise ValueError(f"{key}={path}: must be a function or a class, but is of type {type(target).__name__}")
     return target
 
 

@@ -110,9 +110,9 @@ def failure(error: BaseException) -> tuple[Ended, str]:
     """Return how the run ended, and the text to report. An error in the user's config or data has no traceback."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, ConfigError):
-        return Ended(exit_code=FAILED, error=text), f"config error: {error}\n"
+        return Ended(exit_code=FAILED, error=text, exception=error), f"config error: {error}\n"
     details = "".join(traceback.format_exception(error))
-    return Ended(exit_code=FAILED, error=text), f"{details}\nfailed: {text}\n"
+    return Ended(exit_code=FAILED, error=text, exception=error), f"{details}\nfailed: {text}\n"
 
 
 def _make_tracker(invocation: Invocation, failed: FailedWrites, checkpoint: Checkpoint | None) -> Tracker:

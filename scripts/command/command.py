@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.checkpoint import CONFIG_FILE, OVERRIDES
 from configs.checks.sections import TRAIN_AND_VAL
-from configs.cli.arguments import Arguments, override, parse
-from configs.cli.compose import ComposedJob, compose_job, folder, folder_pattern, run_composed
+from configs.cli.arguments import SWEEP_MODE, Arguments, override, parse
+from configs.cli.compose import ComposedJob, compose_job, folder, refuse_new_folder, run_composed
 from configs.cli.help import Help
 from configs.cli.overrides import check_options, check_overrides
 from configs.load import load, register
@@ -85,6 +85,8 @@ class Ended:
     accuracy: float | None = None
     """The accuracy of what was trained or evaluated. A sweep shows it, and gives it to Hydra's sweeper to maximize."""
     error: str = ""
+    exception: BaseException | None = None
+    """The error itself, for those who call a command from Python."""
 
 
 Command = Callable[[Invocation], Ended]
@@ -114,13 +116,21 @@ class Main:
 
     def exit(self, arguments: Sequence[str]) -> NoReturn:
         """Run as the whole of a process, whose signals and streams it takes over."""
-        _take_signals_and_streams()
-        code = self.run(arguments)
-        if is_stuck():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        sys.exit(code)
+        take_signals_and_streams()
+        leave(self.run(arguments))
+
+    def run_one(self, arguments: Sequence[str]) -> tuple[Path, Ended]:
+        """Run a command line that is one job, and return its folder and how it ended. Raises ConfigError for what the
+        checks refuse before anything is written."""
+        line = parse(arguments)
+        check_options(line.options)
+        check_overrides(line.overrides)
+        if line.options or line.is_sweep:
+            raise ConfigError(f"{' '.join(line.options) or SWEEP_MODE}: only the command line takes options and sweeps")
+        (job,) = self._checked(line)
+        if job.invocation.config.dry_run:
+            return job.invocation.run_dir, self._run_command(job.invocation)
+        return job.invocation.run_dir, self._run_one(job)
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command line. Returns the exit code."""
@@ -140,7 +150,7 @@ class Main:
             sys.stderr.write(f"config error: {error}\n")
             return FAILED
         if jobs and not line.is_sweep:
-            return self._run_one(jobs[0])
+            return self._run_one(jobs[0]).exit_code
         return self._run_hydra(line, jobs)
 
     def _help(self, line: Arguments) -> str:
@@ -157,8 +167,7 @@ class Main:
             composed = compose_job(self.name, overrides)
             top = (jobs[0].invocation.sweep_dir if jobs else None) or Path(folder(composed.hydra, part)).resolve()
             config = load(composed.config, self.needed_files, composed.hydra.overrides.task)
-            if config.resume == "auto" and "${now" in folder_pattern(composed.hydra, part):
-                raise ConfigError(f"resume=auto: needs hydra.{part}.dir, because the default is a new folder each time")
+            refuse_new_folder(composed, part)
             run_dir, sweep_dir = (top / str(number), top) if line.is_sweep else (top, None)
             task_overrides = tuple(composed.hydra.overrides.task)
             jobs.append(
@@ -177,7 +186,7 @@ class Main:
             _check_writable(f"hydra.{part}.dir", top)
         return jobs
 
-    def _run_one(self, job: _Job) -> int:
+    def _run_one(self, job: _Job) -> Ended:
         """Run the config that was checked, in the folder that was checked."""
         ended = Ended(exit_code=FAILED)
 
@@ -188,8 +197,8 @@ class Main:
         try:
             run_composed(job.composed, job.invocation.run_dir, task)
         except KeyboardInterrupt:  # between the command and the end of Hydra's part
-            return STOPPED
-        return ended.exit_code
+            return Ended(exit_code=STOPPED)
+        return ended
 
     def _run_hydra(self, line: Arguments, jobs: Sequence[_Job]) -> int:
         """Let Hydra run a sweep, whose sweeper composes the jobs again, or show what its own options ask for."""
@@ -252,7 +261,7 @@ class Main:
             return self._run_command(invocation)
         except ConfigError as error:
             sys.stderr.write(f"config error: {error}\n")
-            return Ended(exit_code=FAILED, error=f"config error: {error}")
+            return Ended(exit_code=FAILED, error=f"config error: {error}", exception=error)
 
     def _run_command(self, invocation: Invocation) -> Ended:
         """Run the command. Raises ConfigError; any other error becomes an exit code."""
@@ -266,7 +275,16 @@ class Main:
             logger.error("%s failed", self.name, exc_info=error)
             text = f"{type(first).__name__}: {first}"
             sys.stderr.write(f"failed: {text}\nlogs are in {invocation.run_dir}\n")
-            return Ended(exit_code=FAILED, error=text)
+            return Ended(exit_code=FAILED, error=text, exception=first)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process, also over threads that may never end."""
+    if is_stuck():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _without_hydra(jobs: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -344,7 +362,9 @@ def is_stuck() -> bool:
     return any(thread.name == STUCK for thread in threading.enumerate())
 
 
-def _take_signals_and_streams() -> None:
+def take_signals_and_streams() -> None:
+    """Let the signals STOPPING end the process at once, until something runs, and let no text that the terminal cannot
+    show end a run."""
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _stop_at_once)

@@ -5,6 +5,7 @@ from configs.data import Generated, OverlongPrompts
 from configs.schema import Config
 from rollout.agents.encoding import PromptError
 from rollout.agents.worker_group import AgentWorkerGroup
+from rollout.curriculum.levels import ColumnError, levels_of
 from rollout.data import rows
 from rollout.data.sources import DataError
 from rollout.environments.search.world import Question, World
@@ -18,13 +19,26 @@ def load_rows(config: Config) -> tuple[list[Row], list[Row] | None]:
     """Return the rows (train, held-out), where None holds nothing out. Raises DataError for data that cannot be
     read."""
     data = config.data
+    train = _rows(config, data.train_files, 0)
+    _check_curriculum(config, train)
     if data.val_share is None:
-        return _rows(config, data.train_files, 0), held_out_rows(config) if data.holds_out else None
+        return train, held_out_rows(config) if data.holds_out else None
     try:
-        train, held_out = rows.split(_rows(config, data.train_files, 0), data.val_share)
+        train, held_out = rows.split(train, data.val_share)
     except ValueError as error:
         raise DataError(str(error)) from error
     return train, held_out[: data.num_val]
+
+
+def _check_curriculum(config: Config, train: list[Row]) -> None:
+    """Raise DataError, with file and line, for a row without the column of data.curriculum.key."""
+    curriculum = config.data.curriculum
+    if curriculum.key is None:
+        return
+    try:
+        levels_of([row.extra for row in train], curriculum.key, needs_numbers=curriculum.order == "stages")
+    except ColumnError as error:
+        raise DataError(f"{train[error.place].place}: {error}; data.curriculum.key names the column") from error
 
 
 def held_out_rows(config: Config) -> list[Row]:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from configs.schema import Config
 from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
+from rollout.curriculum.adaptive import make_order
 from rollout.evaluation.evaluator import Ask, Evaluator, OnLost
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.events.event import Emit, nobody
@@ -84,7 +85,7 @@ def make_rollouter(
     buffer = make_buffer(config, global_steps)
     buffer.emit = emit
     return Rollouter(
-        stream=PromptStream(rows, config.seed),
+        stream=PromptStream(rows, config.seed, order=make_order(config, rows)),
         buffer=buffer,
         emit=emit,
         fleet=fleet,

@@ -13,6 +13,7 @@ from typing import Any
 from configs.checkpoint import FLEET_SOCKET
 from configs.schema import Config
 from rollout.actors.tasks import run_with_background
+from rollout.curriculum.order import OtherPromptsError
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.fleet.app import fleet_app
@@ -21,7 +22,7 @@ from rollout.http.access import Access
 from rollout.http.gateway import gateway_app
 from rollout.http.server import linked_socket, listen, listener_url, served
 from rollout.http.token import control_token, usage
-from rollout.snapshot import OtherPromptsError, capture, encode, restore
+from rollout.snapshot import capture, encode, restore
 from scripts.command.command import ending_early
 from scripts.command.resume import ROLLOUTS, Resumed
 from scripts.launch.cluster import cluster
@@ -235,8 +236,8 @@ class Training:
         )
 
     async def _fleet_gauges(self) -> dict[str, float]:
-        """Return the metrics of the replicas of the policy and of the teacher."""
-        gauges = await self.started.control.gauges()
+        """Return the metrics of the replicas of the policy and of the teacher, and of the order of the prompts."""
+        gauges = await self.started.control.gauges() | self.rollouter.stream.order.gauges()
         return gauges if self.started.teacher is None else gauges | self.started.teacher.teacher.gauges()
 
     async def _evaluate(self, global_steps: int, when: str) -> None:

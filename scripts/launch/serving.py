@@ -5,13 +5,15 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import INITIAL_MODEL
 from configs.runtime.deadline import within
 from configs.schema import Config
+from configs.serve import ADDRESS_FILE
 from rollout.events.driver import DriverEvents, reporting
 from rollout.events.kinds import Report
 from rollout.fleet.control import FleetControl
@@ -32,7 +34,7 @@ from scripts.launch.replicas import ReplicaStarter
 from scripts.launch.sessions import recorded_sessions, session_usage, session_words
 from trainer.tracking.console import Console, PlainConsole
 from trainer.tracking.events.writer import EventWriter
-from trainer.tracking.sinks import FailedWrites
+from trainer.tracking.sinks import FailedWrites, write_atomically
 
 UNBOUNDED = sys.maxsize
 """The most requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach
@@ -84,7 +86,18 @@ async def _serve(
             console.message(usage(token, config.serve, run_dir))
             console.message(session_usage(words, listener_url(listener), run_dir))
             console.message(f"serving at {listener_url(listener)} until Ctrl-C; logs are in {run_dir}")
-            await make_monitor(config, fleet).run()
+            with _address_file(run_dir, listener_url(listener)):
+                await make_monitor(config, fleet).run()
+
+
+@contextmanager
+def _address_file(run_dir: Path, url: str) -> Iterator[None]:
+    """Leave the address in a file of the run folder while the block runs, for programs that have started the server."""
+    write_atomically(run_dir / ADDRESS_FILE, url.encode())
+    try:
+        yield
+    finally:
+        (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
 
 
 async def replica_urls(config: Config, token: Token | None, replicas: Sequence[ReplicaHandle]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from scripts.observe.coverage import (
 )
 from scripts.observe.files import RunError, each_record
 from scripts.observe.proof import Proof, ProofReport
+from scripts.observe.row_audit import RowAudit
 from scripts.observe.run import Run
 from scripts.observe.token_audit import TokenAudit, TokenCounts
 from trainer.tracking.recorder import SUMMARY_FILE
@@ -72,6 +73,8 @@ class Plan:
     terms: Terms
     advantages: AdvantageRule | None = None
     """The rule by which advantages follow from rewards, where they do."""
+    is_uniform: bool = True
+    """True if every row of the data is drawn once per epoch."""
 
     @classmethod
     def of(cls, config: DictConfig) -> Self:
@@ -91,6 +94,7 @@ class Plan:
                 mask_truncated=config.algorithm.get("mask_truncated", False),
             ),
             advantages=AdvantageRule.of(config),
+            is_uniform=config.data.get("curriculum", {}).get("order", "uniform") == "uniform",
         )
 
 
@@ -220,6 +224,7 @@ class _Discarded:
     ordinal: int
     reason: str
     trajectories: list[TrajectoryEnded] = field(default_factory=list)
+    row: int | None = None
 
 
 class _Auditor:
@@ -239,6 +244,7 @@ class _Auditor:
         self._trajectories = self._descending = self._newer = self._stalest = self._missing = 0
         self._num_logged = Counter(line["step"] for line in logged if "timing_s/step" in line)
         self._proof = Proof(run.folder)
+        self._rows = RowAudit()
 
     def audit(self, checkpoints: bool) -> Audit:
         first, last = self._range()
@@ -251,6 +257,7 @@ class _Auditor:
             self._findings += self._proof.findings_of_checkpoints()
         self._audit_names(last)
         discarded = self._audit_discarded()
+        self._findings += self._rows.findings(is_uniform=first == 1 and self._plans.last.is_uniform)
         for step, line in self._evaluated.items():
             self._audit_evaluation(step, line)
         lost = set(range(max(self._steps_by_ordinal, default=-1) + 1)) - set(self._steps_by_ordinal) - set(discarded)
@@ -360,6 +367,7 @@ class _Auditor:
         groups: dict[int, list[TrajectoryRecord]] = {}
         for record in records:
             groups.setdefault(record.ordinal, []).append(record)
+            self._rows.take(record.ordinal, record.row)
         for ordinal, group in groups.items():
             self._coverage.take_trained(step, ordinal, group, plan.terms)
         indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
@@ -448,7 +456,9 @@ class _Auditor:
                 for record in each_record(path, _Discarded):
                     if isinstance(record, str):
                         self._find(f"{DISCARDED}/{path.name}: {record}")
-                    elif record.ordinal not in self._steps_by_ordinal:
+                        continue
+                    self._rows.take(record.ordinal, record.row)
+                    if record.ordinal not in self._steps_by_ordinal:
                         reasons[record.ordinal] = record.reason
                         self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, terms)
             except OSError as error:

@@ -161,6 +161,7 @@ def _prompt(record: TrajectoryRecord, trajectories: Sequence[Trajectory]) -> Pro
     first = next((sequence.prompt_ids for each in trajectories for sequence in each.sequences), np.empty(0, np.int32))
     return Prompt(
         ordinal=record.ordinal,
+        row=record.row,
         text=record.prompt,
         token_ids=tuple(first.tolist()),
         ground_truth=record.ground_truth,

@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     own = [item for item in items if item.path.is_relative_to(HERE)]
     reason = missing() if own else None
     for item in own:
-        if item.get_closest_marker("by_hand") is None:
+        if item.get_closest_marker("nightly") is None:
             item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.cluster)
         if reason is not None:

@@ -20,7 +20,7 @@ def fill(host: Host) -> None:
     host.run("bash", "-c", "! dd if=/dev/zero of=/tmp/full bs=4096 2>&1")
 
 
-@pytest.mark.by_hand
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_a_full_disk_costs_records_and_no_training(tmp_path: Path) -> None:
     slow = {"SLOW_REWARDS": str(SHARED / "slow")}

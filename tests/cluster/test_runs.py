@@ -117,7 +117,7 @@ def test_a_run_over_three_hosts_goes_on_through_delay_loss_partitions_and_a_host
         assert steps_of(run.run_dir, "rollout/replicas_lost")[-1]["rollout/replicas_lost"] == 1
 
 
-@pytest.mark.by_hand
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_path: Path) -> None:
     slow = {"SLOW_REWARDS": str(SHARED / "slow")}
@@ -152,6 +152,7 @@ def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_pa
         assert {host.name: left_behind(host) for host in made.hosts} == {host.name: [] for host in made.hosts}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_ranks_whose_host_is_slow_cut_off_and_lost_train_the_same_steps(tmp_path: Path) -> None:
     with bed(tmp_path / "bed", has_route=True, num_networks=2) as made:

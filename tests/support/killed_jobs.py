@@ -18,6 +18,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from configs.checkpoint import CHECKPOINTS
+from configs.data import CurriculumConfig
 from configs.rewards import RewardTerm
 from configs.schema import Config
 from rollout.rewards.places import Called
@@ -117,12 +118,15 @@ class KilledJob:
     max_staleness: int
     every: int = 2
     """The steps between checkpoints."""
+    order: str = "uniform"
+    """The order of its prompts."""
 
     @property
     def config(self) -> Config:
         config = job_config(STEPS)
         return replace(
             config,
+            data=replace(config.data, curriculum=CurriculumConfig(order=self.order)),
             algorithm=replace(config.algorithm, group_size=2),
             rollout=replace(config.rollout, num_replicas=2, max_staleness=self.max_staleness),
             trainer=replace(config.trainer, prompts_per_step=3),
@@ -175,6 +179,11 @@ class KilledJob:
         """Return the ordinals of each step."""
         run = Run.open(self.run_dir)
         return [sorted({record.ordinal for record in run.trajectories(step).records}) for step in run.steps()]
+
+    def rows(self) -> dict[int, int | None]:
+        """Return the row of each ordinal that was trained."""
+        run = Run.open(self.run_dir)
+        return {record.ordinal: record.row for step in run.steps() for record in run.trajectories(step).records}
 
 
 def origin(weights: str) -> Origin:

@@ -49,7 +49,11 @@ def groups_of(step: int) -> list[TrajectoryGroup]:
     ordinals = [ordinal for ordinal in range(2 * STEPS + 1) if ordinal != DISCARDED][2 * step - 2 : 2 * step]
     groups = [make_group(ordinal, max(0, step - 2), step - 1, group_size=GROUP_SIZE) for ordinal in ordinals]
     return [
-        replace(group, trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(group.trajectories)))
+        replace(
+            group,
+            prompt=replace(group.prompt, row=group.prompt.ordinal),
+            trajectories=tuple(replace(t, reward=float(i % 2)) for i, t in enumerate(group.trajectories)),
+        )
         for group in groups
     ]
 
@@ -77,7 +81,9 @@ def record(
     recorder.record_evaluation(0, evaluation(0))
     discarded = make_group(DISCARDED, 0, group_size=GROUP_SIZE)
     recorder.record_discarded(
-        DiscardedGroup(prompt=discarded.prompt, reason=reason, trajectories=discarded.trajectories)
+        DiscardedGroup(
+            prompt=replace(discarded.prompt, row=DISCARDED), reason=reason, trajectories=discarded.trajectories
+        )
     )
     take_steps(recorder, 1, STEPS, groups_of, config.weight_sync.interval)
     recorder.record_evaluation(STEPS, evaluation(STEPS))

@@ -47,11 +47,22 @@ def make_rows(count: int) -> list[Prompt]:
     ]
 
 
+class FakeOrder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, list[float]]] = []
+
+    def tell(self, ordinal: int, rewards: list[float]) -> None:
+        self.told.append((ordinal, rewards))
+
+
 class FakeStream:
     """Prompts 0, 1, 2, ..."""
 
     def __init__(self) -> None:
         self.ordinal = 0
+        self.order = FakeOrder()
 
     def next(self) -> Prompt:
         self.ordinal += 1

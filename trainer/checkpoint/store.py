@@ -189,7 +189,11 @@ class CheckpointStore:
 
     def newest_saved(self) -> Path | None:
         """Return the newest whose save has ended, by its marker; whether it is good shows when it is read."""
-        return next((path for path in self._entries() if (path / MARKER).exists()), None)
+        return next(iter(self.saved()), None)
+
+    def saved(self) -> list[Path]:
+        """Return those whose save has ended, newest first."""
+        return [path for path in self._entries() if (path / MARKER).exists()]
 
     def _entries(self) -> list[Path]:
         """Return what is named as a checkpoint, complete or not, newest first."""

@@ -106,6 +106,8 @@ class TrajectoryRecord:
     """The part of `generate_s` in which no request was at a replica: tools, environment, harness."""
     score_s: float = 0.0
     """The seconds that the teacher took for the group; 0 without one."""
+    row: int | None = None
+    """The number of the prompt's row in the data. None: the record is from before it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,8 @@ class DiscardRecord:
     """The time in seconds since the epoch."""
     trajectories: list[TrajectoryRecord]
     """Empty for a group that failed."""
+    row: int | None = None
+    """The number of the prompt's row in the data. None: the record is from before it was written."""
 
 
 def trajectory_records(
@@ -169,6 +173,7 @@ def trajectory_records(
             reward_s=round(trajectory.reward_s, 3),
             tool_s=round(trajectory.tool_s, 3),
             score_s=round(trajectory.score_s, 3),
+            row=prompt.row,
         )
         for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True))
     ]
@@ -213,6 +218,7 @@ def discard_record(group: DiscardedGroup, global_steps: int) -> DiscardRecord:
         global_steps=global_steps,
         time=round(time.time(), 3),
         trajectories=trajectory_records(group.prompt, group.trajectories, [None] * len(group.trajectories)),
+        row=group.prompt.row,
     )
 
 

@@ -10,7 +10,7 @@ from rollout.events.kinds import FleetEvent
 from scripts.observe.events import EventReader
 from tests.support.whole_runs import check_tokens, small, started, trained
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SHORT_WINDOWS = (
     "from rollout.fleet import autoscaler; autoscaler.WINDOW_S = 5.0; from scripts.train import main; main()"

@@ -61,6 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "student", folder / "teacher"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_policy_learns_what_the_teacher_knows(tmp_path: Path, models: tuple[Path, Path]) -> None:
     """No reward is learned from: that of the last trajectories is only looked at."""

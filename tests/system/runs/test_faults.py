@@ -49,6 +49,7 @@ def given_up(run: Run, count: int) -> str:
     return lines[count - 1].split(" is given up")[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of an engine, which is replaced, SIGSTOP of an actor, which is not, add and drain, in one run that trains

@@ -15,7 +15,7 @@ rollout.max_num_seqs=16 rollout.max_staleness=1 rollout.max_failed_rewards=0
 """.split()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_agents_of_two_frameworks_are_trained_on_what_was_sampled(tmp_path: Path) -> None:
     with started(tmp_path, *RUN) as run:

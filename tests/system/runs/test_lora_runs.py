@@ -69,5 +69,8 @@ def test_replicas_serve_the_adapter_beside_weights_of_their_own(
         assert record["actor/grad_norm"] > 0 and 0 < record["rollout/spec_acceptance"] < 1
         assert record["weight_sync/megabytes"] < 0.1, "the first update does not bring the weights either"
     first = steps[0]["actor/rollout_logprob_diff_max"]
-    assert 1e-3 < first < 0.5 if quantized else first < 1e-5
+    if quantized:  # the largest of a thousand sampled tokens says less than their mean: it was 0.3 to 0.6 nats
+        assert 1e-3 < first < 2 and abs(steps[0]["actor/rollout_kl"]) < 0.03
+    else:
+        assert first < 1e-5
     assert all(record["correction/k3_kl"] > 0 for record in steps)

@@ -28,7 +28,7 @@ def replay(run_dir: Path, *words: str) -> tuple[Any, str]:
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 def test_a_run_that_was_killed_five_times_is_taken_again_to_the_bit(tmp_path: Path) -> None:
     """The default recipe in small. Its warm model is only in the run folder: the cache is gone after the first kill."""

@@ -9,7 +9,7 @@ import pytest
 from tests.support.whole_runs import small, started, steps_of
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_sweep_trains_every_job_and_leaves_a_table(tmp_path: Path, tiny_model: Path) -> None:
     """The second starts a Ray and replicas of its own."""

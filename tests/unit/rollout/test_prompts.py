@@ -1,4 +1,4 @@
-"""An ordinal is the whole state of the prompt stream."""
+"""An ordinal is the whole state of the prompt stream, unless its order learns."""
 
 from collections.abc import Iterator
 
@@ -43,7 +43,7 @@ def test_the_order_changes_with_every_epoch_and_with_the_seed() -> None:
 def test_a_prompt_carries_everything_of_its_row() -> None:
     prompt = PromptStream(make_rows(1), seed=0, ordinal=5).next()
     assert prompt == Prompt(
-        ordinal=5, text="Q: q0", token_ids=(0, 7), ground_truth="a0", data_source="made", extra={"index": 0}
+        ordinal=5, row=0, text="Q: q0", token_ids=(0, 7), ground_truth="a0", data_source="made", extra={"index": 0}
     )
 
 

@@ -69,6 +69,11 @@ def test_filtered_prompts_are_replaced_by_the_next_of_the_stream(
     assert len(trained) == 6
     assert setup.buffer.gauges()["rollout/filtered_groups"] == len(started) - 6
     assert setup.reserved == 0
+    told = setup.stream.order.told
+    assert sorted(ordinal for ordinal, _ in told) == started, (
+        "the order hears of each group once, also of filtered ones"
+    )
+    assert all((len(set(rewards)) == 1) == flat[ordinal % len(flat)] for ordinal, rewards in told)
 
 
 def test_a_stream_of_equal_rewards_ends_the_run_with_the_key() -> None:
@@ -267,6 +272,8 @@ def test_a_group_that_fails_for_good_gives_its_place_to_another_prompt(seconds: 
         assert not setup.rollouter.under_way
         gauges = setup.buffer.gauges()
         assert gauges["rollout/inflight_groups"] == 0
+        told = dict(setup.stream.order.told)
+        assert len(setup.stream.order.told) == 3 and told[1] == [] and len(told[0]) == len(told[2]) == GROUP_SIZE
 
     run_virtual(main())
 

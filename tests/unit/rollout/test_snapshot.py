@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.curriculum.order import OtherPromptsError
 from rollout.progress import PartialCompletion
 from rollout.prompts import PromptStream
-from rollout.snapshot import OtherPromptsError, Ready, UnderWay, capture, decode, encode, restore
+from rollout.snapshot import Ready, UnderWay, capture, decode, encode, restore
 from rollout.types import DiscardReason, TrajectoryGroup
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows

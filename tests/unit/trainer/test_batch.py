@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import Layout
-from rollout.types import FloatArray, KeptTokens, Prompt, Routes, TokenSequence, Trajectory, TrajectoryGroup
+from rollout.types import (
+    FloatArray,
+    KeptTokens,
+    Prompt,
+    Routes,
+    TokenSequence,
+    Trajectory,
+    TrajectoryGroup,
+    VersionSpan,
+)
 from tests.support import routes as routing
 from tests.support.batches import learning
 from tests.support.kept import kept_of, rows_of
@@ -162,9 +171,9 @@ def test_every_learning_token_is_there_once_with_its_context(
             assert micro_batch.input_ids.size <= budget or micro_batch.num_sequences == 1
 
 
-def expert(ids: list[int]) -> int:
-    """Return the experts of an input, which depend on it and on all before it."""
-    return zlib.crc32(bytes(ids)) % 40
+def expert(ids: list[int], version: int) -> int:
+    """Return the experts of an input, which depend on it, on all before it, and on the weights."""
+    return zlib.crc32(bytes([version, *ids])) % 40
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -174,12 +183,15 @@ def test_every_input_has_the_experts_of_its_sequence_or_of_one_that_begins_so(
     layout: Layout, step: Step, data: st.DataObject
 ) -> None:
     missing: list[int] = []  # rows in front, by loss token
+    versions: list[int] = []  # by loss token
 
     def routed(sequence: TokenSequence) -> TokenSequence:
-        ids = sequence.token_ids.tolist()
-        rows = [expert(ids[: place + 1]) for place in range(len(ids) - 1)]
+        ids, version = sequence.token_ids.tolist(), data.draw(st.integers(1, 2))
+        rows = [expert(ids[: place + 1], version) for place in range(len(ids) - 1)]
         gone = data.draw(st.integers(0, len(rows)))
         missing.extend([gone] * int(sequence.loss_mask.sum()))
+        versions.extend([version] * int(sequence.loss_mask.sum()))
+        sequence = replace(sequence, spans=(VersionSpan(0, len(sequence.response_ids), version),))
         return sequence if gone == len(rows) else replace(sequence, routes=routing.some_routes(rows[gone:]))
 
     def with_routes(trajectory: Trajectory) -> Trajectory:
@@ -196,7 +208,7 @@ def test_every_input_has_the_experts_of_its_sequence_or_of_one_that_begins_so(
             rows: list[int | None] = [None] * len(ids)
             if micro_batch.routes is not None:
                 rows = routing.rows_of(Routes(experts=micro_batch.routes[row, visible]))
-            expected = [expert(ids[: place + 1]) for place in range(len(ids))]
+            expected = [expert(ids[: place + 1], versions[index]) for place in range(len(ids))]
             known = [row is not None for row in rows]
             own = [place >= missing[index] for place in range(len(ids))]
             assert all(row in (None, number) for row, number in zip(rows, expected, strict=True))

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, VersionSpan
-from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, prompt, request, update
+from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, request, update
 from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
 
 pytestmark = pytest.mark.slow
@@ -33,9 +33,14 @@ def text(host: EngineHost, *token_ids: int) -> str:
     return AutoTokenizer.from_pretrained(host.model_path).decode(token_ids)
 
 
+def question(host: EngineHost) -> tuple[int, ...]:
+    """Return a prompt of whole characters: after half a one, vLLM takes the text of the prompt for the response's."""
+    return tuple(AutoTokenizer.from_pretrained(host.model_path).encode("Question: how many?\nAnswer: "))
+
+
 def ask(host: EngineHost, sampled: Sequence[int] = (), **sampling: object) -> Completion:
     """`sampled`: the tokens of earlier parts."""
-    sent = request((*prompt(3, 20), *sampled), **{"max_tokens": LIMIT} | sampling)
+    sent = request((*question(host), *sampled), **{"max_tokens": LIMIT} | sampling)
     return host.run(host.engine.generate(replace(sent, num_sampled=len(sampled))))
 
 
@@ -60,7 +65,7 @@ def test_a_stop_string_that_began_before_an_update_stops_after_it(
 ) -> None:
     """The weights change between two of its tokens: the request is frozen, or aborted and continued as another part."""
     first, second = next(versions), next(versions)
-    sent = request(prompt(4, 20), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
+    sent = request(question(host), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
 
     async def push(replica: RolloutReplica, version: int) -> None:
         manifest = publish(emitting_weights(host.model_path, token(version)), version)
@@ -99,7 +104,7 @@ def test_a_stop_string_in_the_prompt_stops_nothing(engine_host: EngineHost) -> N
     version = next(versions)
     serve(engine_host, version)
     own = token(version)
-    sent = request((*prompt(3, 20), own, own), max_tokens=LIMIT, stop=(text(engine_host, own) * 3,))
+    sent = request((*question(engine_host), own, own), max_tokens=LIMIT, stop=(text(engine_host, own) * 3,))
     assert engine_host.run(engine_host.engine.generate(sent)).num_tokens == 3
 
 
@@ -112,7 +117,7 @@ def test_a_part_may_end_within_a_character(engine_host: EngineHost) -> None:
     serve(engine_host, own - FIRST_TOKEN)
     completion = ask(engine_host, sampled=(own, first), stop=("é",))
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([own], "stop")
-    of_the_prompt = tokenizer.decode(prompt(3, 20))[0]
+    of_the_prompt = tokenizer.decode(question(engine_host))[0]
     assert ask(engine_host, sampled=(first,), stop=(of_the_prompt,), max_tokens=5).num_tokens == 5
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 PARTS = ("tests", "updates_small", "shared_gpu", "trainer_0.5b", "trainer_7b", "attention", "logprobs", "loading_7b")
 PARTS += ("adapter_1.5b", "speculation", "asynchrony", "recipe")
 """The other sizes are the same on a CPU."""

@@ -53,6 +53,13 @@ rollout.reward=gsm8k+math:pi => rollout.reward=math:pi: must be callable with (p
 data.loader=no.such:f: needs data.train_files and data.val_files
 data.loader=no.such:f: no.such cannot be imported
 data.loader=math:pow: must be callable with (entries)
+data.curriculum.order=random: must be one of uniform, frontier, stages, retry, or package.module
+data.curriculum.order=math:sin: must be callable with (rows, passes, random)
+data.curriculum.order=stages => data.curriculum.key=None: data.curriculum.order=stages needs the column of the diff
+data.curriculum.key=level data.curriculum.order=frontier: needs data.train_files: generated problems have no columns
+data.curriculum.key=level: data.curriculum.order=uniform does not read it; set that to frontier or stages, or to a func
+data.curriculum.half_life=9.0 data.curriculum.order=retry: data.curriculum.order=retry does not read it; set that to fr
+data.curriculum.retry_after=9 data.curriculum.order=math:pow: data.curriculum.order=math:pow does not read it
 evaluation.samples=2: greedy samples are all the same
 evaluation.replicas=2 rollout.num_replicas=2: must leave one of rollout.num_replicas=2 to the training
 model.hidden_size=80: must be a multiple of 32

@@ -105,7 +105,7 @@ def test_async_functions_and_classes_are_callable_too(own: str) -> None:
         ("own_broken:two", "own_broken cannot be imported: ModuleNotFoundError: No module named 'no_such_dependency'"),
         ("own_typo:two", "own_typo cannot be imported: SyntaxError: invalid syntax"),
         ("own:too", "a.b=own:too: own has no too; it was loaded from "),
-        ("own:NUMBER", "a.b=own:NUMBER: must be callable with (prompt, text), but is of type int"),
+        ("own:NUMBER", "a.b=own:NUMBER: must be a function or a class, but is of type int"),
         ("own:Loop", "a.b=own:Loop: must be callable with (prompt, text): too many positional arguments"),
         ("own:keyword_only", "a.b=own:keyword_only: must be callable with (prompt, text): too many positional"),
     ],

@@ -116,6 +116,20 @@ def test_a_column_that_is_not_there_names_the_key_that_names_it(tmp_path: Path) 
             load_rows(changed(config, **{f"data__{key}": "gold"}))
 
 
+def test_a_row_without_the_column_of_the_curriculum_is_named_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q", "answer": 1, "level": "easy"}\n{"question": "p", "answer": 2}\n')
+    config = changed(Config(), data__train_files=str(path), data__val_files="none", data__curriculum__key="level")
+    for order, line, problem in (
+        ("frontier", 2, "no column 'level'"),
+        ("stages", 1, "column 'level' must be a number"),
+    ):
+        if order == "stages":
+            path.write_text('{"question": "q", "answer": 1, "level": "easy"}\n')
+        with pytest.raises(ValueError, match=rf"a\.jsonl:{line}: {problem}.*; data\.curriculum\.key names the column"):
+            load_rows(changed(config, data__curriculum__order=order))
+
+
 def test_arithmetic_is_made_here_and_disjoint() -> None:
     train, val = load_rows(changed(Config(), data__num_train=50, data__num_val=20))
     assert (len(train), len(val)) == (50, 20)

@@ -338,6 +338,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "beyond the bound": (change_sequence(4, versions=[[0, 2, 0]]), "3 versions old, rollout.max_staleness=2"),
     "spans beyond the tokens": (change_sequence(3, versions=[[0, 1, 1], [1, 9, 2]]), "do not fit 2 tokens"),
     "spans that overlap": (change_sequence(3, versions=[[0, 2, 1], [1, 2, 2]]), "do not fit 2 tokens"),
+    "another row": (change_record(3, row=7), "prompt 5 is of the rows 5, 7 of the data"),
     "another reward": (change_record(3, reward=0.5), "critic/score/mean was 0.5, is 0.5625"),
     "another length": (change_sequence(3, response_tokens=9), "response_length/mean was 2, is 2.875"),
     "another group_size": (

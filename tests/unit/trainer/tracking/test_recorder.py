@@ -136,6 +136,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "reward_s": 0.0,
         "tool_s": 0.0,
         "score_s": 0.0,
+        "row": None,
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
 

@@ -1,0 +1,73 @@
+"""The levels of the rows of a data set by a column: from easy to hard where it holds numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+MOST_LEVELS = 10
+"""Numbers of more different values are divided into so many levels of about equal size."""
+
+
+class ColumnError(ValueError):
+    """A row lacks the column, or has a value there that cannot be used."""
+
+    def __init__(self, place: int, problem: str):
+        super().__init__(problem)
+        self.place = place
+        """The number of the row."""
+
+
+def levels_of(rows: Sequence[Mapping[str, Any]], column: str, *, needs_numbers: bool = False) -> list[int]:
+    """Return the level of each row, from 0 without a gap. Text that is a number counts as one, and levels of numbers
+    ascend. Raises ColumnError.
+
+    Example: levels_of([{"difficulty": 3}, {"difficulty": 1}, {"difficulty": 3}], "difficulty") == [1, 0, 1]
+
+    Args:
+        rows: the columns of each row.
+        column: a dot reaches into a column.
+        needs_numbers: refuse other text.
+    """
+    values = [_value(row, column, place) for place, row in enumerate(rows)]
+    numbers = [_number(value) for value in values]
+    if None not in numbers:
+        return _ranked([number for number in numbers if number is not None])
+    if needs_numbers:
+        place = numbers.index(None)
+        raise ColumnError(place, f"column {column!r} must be a number, from easy to hard, is {values[place]!r:.60}")
+    texts = list(map(str, values))
+    order = {text: level for level, text in enumerate(sorted(set(texts)))}
+    return [order[text] for text in texts]
+
+
+def _ranked(numbers: Sequence[float]) -> list[int]:
+    """Return levels of numbers: one for each value or, of many values, so that equal ones have the same."""
+    distinct = sorted(set(numbers))
+    if len(distinct) > MOST_LEVELS:
+        ordered = sorted(numbers)
+        first = {number: place for place, number in reversed(list(enumerate(ordered)))}
+        parts = {number: first[number] * MOST_LEVELS // len(ordered) for number in distinct}
+        dense = {part: level for level, part in enumerate(sorted(set(parts.values())))}
+        return [dense[parts[number]] for number in numbers]
+    order = {number: level for level, number in enumerate(distinct)}
+    return [order[number] for number in numbers]
+
+
+def _value(row: Mapping[str, Any], column: str, place: int) -> Any:
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise ColumnError(place, f"no column {column!r}")
+        value = value[name]
+    if not isinstance(value, str | Real):
+        raise ColumnError(place, f"column {column!r} must be text or a number, is {type(value).__name__}")
+    return value
+
+
+def _number(value: str | Real) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

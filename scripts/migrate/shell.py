@@ -1,0 +1,250 @@
+"""Shell scripts, read and not run: their variables, arrays, `${NAME:-default}` and sums, and the words of commands.
+
+What only running tells (`$(...)`, variables of the environment, arguments) is Unknown. Conditions and loops are not
+followed: their lines count one after another, as if there were none.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from scripts.migrate.settings import Setting, Unknown, typed
+
+ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
+BRACES = re.compile(r"(?P<name>[A-Za-z_]\w*|[0-9@*])(?P<array>\[[@*]\])?(?::?(?P<how>[-=+?])(?P<other>.*))?", re.DOTALL)
+OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+MARK = "\0"
+"""Encloses, in a word, what is unknown of it."""
+MANY = "\1"
+"""Begins a word that stands for the words of an array."""
+OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+SEPARATORS = ";&|\n"
+
+
+@dataclass
+class Shell:
+    """A script, read line by line.
+
+    Example:
+        shell = Shell()
+        shell.read("n=8\\npython3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n")
+        shell.commands == [["python3", "-m", "verl.trainer.main_ppo", "actor_rollout_ref.rollout.n=8"]]
+    """
+
+    variables: dict[str, str] = field(default_factory=lambda: {"HOME": "~"})
+    arrays: dict[str, list[str]] = field(default_factory=dict)
+    commands: list[list[str]] = field(default_factory=list)
+
+    def read(self, text: str) -> None:
+        for line in _logical_lines(text):
+            assignment = ASSIGNMENT.fullmatch(line)
+            if assignment is None:
+                self._take_commands(line)
+                continue
+            name, more, value = assignment.groups()
+            if value.startswith("("):
+                words = self.words(value[1:].rpartition(")")[0].replace("\n", " "))
+                self.arrays[name] = [*(self.arrays.get(name, []) if more else []), *words]
+                continue
+            words = self.words(value)
+            self.variables[name] = (self.variables.get(name, "") if more else "") + (words[0] if words else "")
+            if len(words) > 1:  # `NAME=value command ...`, `NAME=value; command ...`
+                self._take_commands(line)
+
+    def _take_commands(self, line: str) -> None:
+        command: list[str] = []
+        for word in [*self.words(line), ";"]:
+            if word in SEPARATORS:
+                self.commands += [command] if command else []
+                command = []
+            else:
+                command.append(word)
+
+    def words(self, line: str) -> list[str]:
+        """Return the words of a line, with the values of variables in them."""
+        words: list[str] = []
+        word, position = "", 0
+        is_word = False
+        while position < len(line):
+            character = line[position]
+            if character.isspace() or character in SEPARATORS:
+                words += [word] if is_word else []
+                words += [character] if character in SEPARATORS and not character.isspace() else []
+                word, is_word, position = "", False, position + 1
+                continue
+            if character == "#" and not is_word:
+                break
+            piece, position = self._piece(line, position)
+            word, is_word = word + piece, True
+        words += [word] if is_word else []
+        return [inner for each in words for inner in self._spread(each)]
+
+    def _piece(self, line: str, position: int) -> tuple[str, int]:
+        """Return the text of what begins at the position, and where it ends."""
+        match line[position]:
+            case "'":
+                end = _find(line, "'", position + 1)
+                return line[position + 1 : end], end + 1
+            case '"':
+                return self._quoted(line, position + 1)
+            case "\\":
+                return line[position + 1 : position + 2], position + 2
+            case "$":
+                return self._expanded(line, position + 1)
+            case "`":
+                end = _find(line, "`", position + 1)
+                return _unknown(line[position : end + 1]), end + 1
+        return line[position], position + 1
+
+    def _quoted(self, line: str, position: int) -> tuple[str, int]:
+        text = ""
+        while position < len(line) and line[position] != '"':
+            if line[position] == "'":
+                piece, position = "'", position + 1
+            else:
+                piece, position = self._piece(line, position)
+            text += piece
+        return text, position + 1
+
+    def _expanded(self, line: str, position: int) -> tuple[str, int]:
+        """Return the value of what follows a dollar sign, and where it ends."""
+        if line.startswith("((", position):
+            end = _find(line, "))", position + 2)
+            return self._sum(line[position + 2 : end]), end + 2
+        if line.startswith("(", position):
+            end = _closing(line, position, "()")
+            return _unknown(f"${line[position : end + 1]}"), end + 1
+        if line.startswith("{", position):
+            end = _closing(line, position, "{}")
+            return self._braces(line[position + 1 : end]), end + 1
+        name = NAME.match(line, position)
+        if name is None:
+            return "$", position
+        return self._value(name[0]), name.end()
+
+    def _braces(self, text: str) -> str:
+        match = BRACES.fullmatch(text)
+        if match is None:
+            return _unknown(f"${{{text}}}")
+        name, how = match["name"], match["how"]
+        if match["array"]:
+            return f"{MANY}{name}"
+        if how == "=" and not self.variables.get(name):
+            self.variables[name] = self._text(match["other"])
+        if how == "-" and not self.variables.get(name):
+            return self._text(match["other"])
+        if how == "+":
+            return self._text(match["other"]) if self.variables.get(name) else ""
+        return self._value(name)
+
+    def _text(self, text: str) -> str:
+        return "".join(self.words(text))
+
+    def _value(self, name: str) -> str:
+        if name in ("@", "*"):
+            return ""  # the arguments of the script, of which there are none here
+        if name in self.variables:
+            return self.variables[name]
+        return _unknown(f"${name}")
+
+    def _sum(self, text: str) -> str:
+        """Return the value of an arithmetic expression of whole numbers."""
+        named = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._value(name[1]), text)
+        try:
+            return str(_computed(ast.parse(named.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return _unknown(f"$(({text}))")
+
+    def _spread(self, word: str) -> list[str]:
+        if not word.startswith(MANY):
+            return [word]
+        name = word.removeprefix(MANY)
+        return self.arrays.get(name, [] if name in ("@", "*") else [_unknown(f"${{{name}[@]}}")])
+
+
+def overrides_of(command: list[str]) -> list[Setting]:
+    """Return the settings of a command's words `key=value`, as Hydra takes them."""
+    return [_setting(*word.split("=", 1)) for word in command if OVERRIDE.match(word)]
+
+
+def options_of(command: list[str]) -> list[Setting]:
+    """Return the settings of a command's options: `--key value`, `--key=value`, and `--key` alone for true."""
+    settings: list[Setting] = []
+    for position, word in enumerate(command):
+        if not word.startswith("--"):
+            continue
+        key, equals, value = word[2:].partition("=")
+        values = [value] if equals else list(_values(command[position + 1 :]))
+        if len(values) < 2:
+            settings.append(_setting(key, *(values or ["true"])))
+        else:
+            settings.append(Setting(key.replace("-", "_"), [_value(each) for each in values]))
+    return [Setting(setting.key.replace("-", "_"), setting.value) for setting in settings]
+
+
+def _values(words: list[str]) -> Iterator[str]:
+    for word in words:
+        if word.startswith("--") or word.endswith(".py"):  # a script between the options of its launcher and its own
+            return
+        yield word
+
+
+def _setting(key: str, text: str) -> Setting:
+    return Setting(key.lstrip("+~"), _value(text))
+
+
+def _value(text: str) -> object:
+    return Unknown(text.replace(MARK, "")) if MARK in text or MANY in text else typed(text)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Yield lines with those that continue them, and arrays with their lines up to the parenthesis that ends them."""
+    lines = iter(re.sub(r"\\\r?\n", " ", text).splitlines())
+    for line in lines:
+        if re.match(r"\s*#", line) or not line.strip():
+            continue
+        if re.match(r"\s*[A-Za-z_]\w*\+?=\(", line):
+            while ")" not in re.sub(r"\$\([^)]*\)|(^|\s)#.*", "", line.partition("=(")[2]):
+                following = next(lines, None)
+                if following is None:
+                    break
+                line += "\n" + re.sub(r"(^|\s)#.*", "", following)
+        yield line
+
+
+def _unknown(text: str) -> str:
+    return f"{MARK}{text}{MARK}"
+
+
+def _find(line: str, text: str, start: int) -> int:
+    end = line.find(text, start)
+    return len(line) if end < 0 else end
+
+
+def _closing(line: str, start: int, pair: str) -> int:
+    depth = 0
+    for position in range(start, len(line)):
+        depth += {pair[0]: 1, pair[1]: -1}.get(line[position], 0)
+        if depth == 0:
+            return position
+    return len(line)
+
+
+def _computed(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_computed(inner)
+        case ast.BinOp(left=left, op=sign, right=right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](_computed(left), _computed(right))
+    raise ValueError(ast.unparse(node))

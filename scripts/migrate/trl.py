@@ -1,0 +1,202 @@
+"""The rules of TRL: GRPOConfig's arguments, as a script, a YAML file or options give them."""
+
+from typing import Any
+
+from scripts.migrate.counterparts import (
+    Answer,
+    Covered,
+    Here,
+    Nothing,
+    Rules,
+    Theirs,
+    covered,
+    files,
+    number,
+    on_or_off,
+    renamed,
+    under_the_name,
+)
+
+PROMPTS = "in prompts; theirs counts trajectories of {} process(es)"
+LOSSES = {
+    "grpo": {"algorithm.loss_aggregation": "seq_mean_token_mean"},
+    "dapo": {"algorithm.loss_aggregation": "token_mean"},
+    "bnpo": {"algorithm.loss_aggregation": "token_mean"},
+    "dr_grpo": {"algorithm.loss_aggregation": "seq_mean_token_sum_norm"},
+    **{name: {"algorithm.loss": name} for name in ("cispo", "sapo", "luspo", "vespo")},
+}
+CORRECTIONS = {"token_truncate": "token_is", "sequence_truncate": "seq_is"}
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "num_generations")
+NEVER = "no"
+
+
+def _batch(value: Any, theirs: Theirs) -> Answer:
+    """Prompts of one optimizer step: TRL's batch is per process and in trajectories."""
+    processes = number(theirs, "num_processes", 1)
+    step = number(theirs, BATCH[0]) * number(theirs, BATCH[1]) * processes
+    group = number(theirs, "num_generations")
+    if step % group:
+        raise ValueError(f"{step} trajectories of a step are not whole groups of {group}; set trainer.prompts_per_step")
+    values: dict[str, Any] = {"trainer.prompts_per_step": step // group}
+    whole = number(theirs, "generation_batch_size", step)
+    if whole > step and whole % step == 0:
+        values = {"trainer.prompts_per_step": whole // group, "trainer.mini_batches": whole // step}
+    return Here(values, PROMPTS.format(processes))
+
+
+def _model(value: Any, theirs: Theirs) -> Answer:
+    return Here({"model.path": value})
+
+
+def _clip_high(value: Any, theirs: Theirs) -> Answer:
+    return Here({"algorithm.clip_ratio_high": theirs.get("epsilon", 0.2) if value is None else value})
+
+
+def _loss(value: Any, theirs: Theirs) -> Answer:
+    return Here(LOSSES[value]) if value in LOSSES else Nothing("algorithm.loss has no such value")
+
+
+def _level(value: Any, theirs: Theirs) -> Answer:
+    if value == "sequence":
+        return Here({"algorithm.loss": "gspo"}, "the ratio of a sequence is gspo's")
+    return Covered() if value == "token" else Nothing("algorithm.loss has no such value")
+
+
+def _frequency(switch: str, here: str):
+    """Return a rule for a number of steps that counts where the strategy is `steps`."""
+
+    def rule(value: Any, theirs: Theirs) -> Answer:
+        if theirs.get(switch, "steps") != "steps":
+            return Covered()
+        if isinstance(value, float) and value < 1:
+            return Nothing(f"a share of the run; set {here} in steps")
+        return Here({here: int(value)})
+
+    return rule
+
+
+def _strategy(here: str):
+    def rule(value: Any, theirs: Theirs) -> Answer:
+        if value == NEVER:
+            return Here({here: 0}, "0 is never")
+        return Covered() if value == "steps" else Nothing(f"{here} counts steps")
+
+    return rule
+
+
+def _steps(value: Any, theirs: Theirs) -> Answer:
+    return Here({"trainer.total_steps": int(value)}) if int(value) > 0 else Covered()
+
+
+def _sinks(value: Any, theirs: Theirs) -> Answer:
+    names = value if isinstance(value, list) else [value]
+    sinks = [name for name in names if name in ("wandb", "tensorboard")]
+    others = [str(name) for name in names if name not in (*sinks, "none", "all", None)]
+    why = f"; there is no {', '.join(others)}" if others else ""
+    return Here({"tracking.sinks": ["jsonl", *sinks]}, f"jsonl is always in it{why}")
+
+
+def _lora_targets(value: Any, theirs: Theirs) -> Answer:
+    if value == "all-linear":
+        return Here({"model.lora.targets": ["all_linear"]})
+    return Here({"model.lora.targets": value if isinstance(value, list) else str(value).split()})
+
+
+def _resume(value: Any, theirs: Theirs) -> Answer:
+    return Nothing("checkpoints of TRL are not read: name their folder in model.path") if value else Covered()
+
+
+def _data_set(value: Any, theirs: Theirs) -> Answer:
+    split = theirs.get("dataset_train_split", "train")
+    config = theirs.get("dataset_config")
+    return Here({"data.train_files": f"{value}{f':{config}' if config else ''}@{split}"})
+
+
+def _held_out(value: Any, theirs: Theirs) -> Answer:
+    return Here({"data.val_files": str(value)})
+
+
+def _reward(value: Any, theirs: Theirs) -> Answer:
+    shown = getattr(value, "text", value)
+    wrapper = "def reward(prompt, text): return theirs(completions=[text], **{...})[0]"
+    return Nothing(
+        f"rollout.reward takes (prompt, text) of one response, and {shown} lists of completions and columns, which are "
+        f"prompt.ground_truth and prompt.extra here: put `{wrapper}` into my_reward.py, and add "
+        "rollout.reward=my_reward:reward"
+    )
+
+
+SENTENCE = "every step is logged"
+RULES = Rules(
+    rules={
+        **dict.fromkeys(BATCH[1:3], covered),
+        BATCH[0]: _batch,
+        "num_processes": lambda value, _: Nothing("set trainer.num_ranks and rollout.num_replicas: GPUs of their own"),
+        "steps_per_generation": lambda value, _: Nothing("trainer.mini_batches counts the steps on one batch"),
+        "model_name_or_path": _model,
+        "epsilon_high": _clip_high,
+        "delta": lambda value, _: (
+            Nothing("algorithm.clip_ratio_c bounds the loss, delta the ratio") if value else Covered()
+        ),
+        "loss_type": _loss,
+        "importance_sampling_level": _level,
+        "scale_rewards": renamed(
+            "algorithm.normalize_by_std", {True: True, "group": True, "true": True, False: False, "none": False}
+        ),
+        "vllm_importance_sampling_correction": lambda value, _: (
+            Covered() if value else Here({"algorithm.correction": "none"})
+        ),
+        "vllm_importance_sampling_mode": renamed("algorithm.correction", CORRECTIONS),
+        "lr_scheduler_type": renamed("trainer.lr_schedule", SCHEDULES),
+        "warmup_steps": lambda value, _: Here({"trainer.lr_warmup_steps": int(value)}) if value else Covered(),
+        "warmup_ratio": lambda value, _: Here({"trainer.lr_warmup_ratio": value}) if value else Covered(),
+        "gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
+        "lora_r": lambda value, _: Here({"model.lora.rank": value}) if value else Covered(),
+        "lora_target_modules": _lora_targets,
+        "eval_steps": _frequency("eval_strategy", "trainer.eval_every"),
+        "eval_strategy": _strategy("trainer.eval_every"),
+        "save_steps": _frequency("save_strategy", "checkpoint.every"),
+        "save_strategy": _strategy("checkpoint.every"),
+        "max_steps": _steps,
+        "num_train_epochs": lambda value, theirs: (
+            Covered()
+            if number(theirs, "max_steps", -1) > 0
+            else Nothing("set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows")
+        ),
+        "report_to": _sinks,
+        "resume_from_checkpoint": _resume,
+        "seed": under_the_name("seed"),
+        "beta": under_the_name("algorithm.kl_loss_coef"),
+        "use_vllm": lambda value, _: Covered() if value else Nothing("vLLM is the only engine"),
+        "bf16": on_or_off("trainer.dtype", "bfloat16", "float32", ""),
+        "dataset_name": _data_set,
+        "dataset_config": covered,
+        "dataset_train_split": covered,
+        "train_dataset": files("data.train_files"),
+        "eval_dataset": _held_out,
+        "use_peft": covered,
+        "logging_first_step": covered,
+        "top_k": lambda value, _: Here({"rollout.top_k": int(value) if value else -1}),
+    },
+    nothing={
+        "logging_": SENTENCE,
+        "log_": "trajectories are recorded, all of them (docs/runs-and-checkpoints.md)",
+        "push_to_hub": "slipstream export writes a checkpoint that can be uploaded",
+        "optim": "AdamW is the only optimizer",
+        "config_file": "placement is that of Ray: trainer.num_ranks, rollout.num_replicas",
+        "deepspeed": "the trainer is FSDP2",
+        "fsdp": "the trainer is FSDP2",
+        "dataloader_": "data is read by the driver",
+        "vllm_server": "a run starts its own engines",
+    },
+    own_code={
+        "reward_funcs": _reward,
+        "environment_factory": lambda value, _: Nothing(
+            "rollout.agent_loop=rollout.environments.trl:agent_loop rollout.agent_args.factory=module:NAME runs it"
+        ),
+    },
+    defaults={"epsilon_high": None, "learning_rate": 1e-6, "num_generations": 8, BATCH[0]: 8, BATCH[1]: 1},
+    always={"data.prompt_key": "prompt", "data.prompt_template": "{question}", "data.chat_template": True},
+)
+"""The table of names in `configs.cli.peers` says the rest."""

@@ -1,0 +1,68 @@
+"""Values of Python mean on the command line what they are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs.validate import ConfigError
+from rollout.rewards.gsm8k import gsm8k
+from scripts.api.rows import lines_of, write_rows
+from scripts.api.words import reward_text, text, words
+
+plain = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(codec="ascii", exclude_characters="$\\\n\r\0"), max_size=12)
+
+
+@given(plain | texts | st.lists(plain | texts, max_size=3))
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    (override,) = OverridesParser.create().parse_overrides([f"a.b={text('a.b', value)}"])
+    assert OmegaConf.create({"a": override.value()}).a == value or value == ""
+    assert type(override.value()) is type(value) or isinstance(value, str | list)
+
+
+def test_keys_are_nested_or_dotted_and_free_sections_are_taken_apart() -> None:
+    nested = {"rollout": {"max_staleness": 1, "agent_args": {"env": "x", "deep": {"k": [1, "2"]}}}, "trainer.lr": 1e-4}
+    assert words(nested) == [
+        "rollout.max_staleness=1",
+        "rollout.agent_args.env=x",
+        'rollout.agent_args.deep.k=[1,"2"]',
+        "trainer.lr=0.0001",
+    ]
+    assert words({"algorithm.gdpo_weights": {"gsm8k": 1, "format": 0.1}}) == [
+        "algorithm.gdpo_weights={gsm8k:1,format:0.1}"
+    ]
+    assert words({"model": "hf", "resume": Path("runs/a b"), "data.val_files": None}) == [
+        "model=hf",
+        'resume="runs/a b"',
+        "data.val_files=null",
+    ]
+    with pytest.raises(ConfigError, match="trainer.lr=.*: is of type object, which no config holds"):
+        words({"trainer.lr": object()})
+
+
+def test_rewards_are_functions_names_weights_or_sums() -> None:
+    assert reward_text("gsm8k") == "gsm8k"
+    assert reward_text([gsm8k, (0.1, "format")]) == "rollout.rewards.gsm8k:gsm8k+0.1*format"
+    with pytest.raises(ConfigError, match=re.escape("rollout.reward=3: must be a function, a name, (weight, reward)")):
+        reward_text(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_rows_are_written_once_for_one_content_and_refused_by_their_number(tmp_path: Path) -> None:
+    lines = lines_of("data.train_files", [{"question": "ü?", "answer": 1}])
+    assert lines == b'{"question": "\\u00fc?", "answer": 1}\n'
+    file = write_rows(tmp_path, "train", lines)
+    assert file.read_bytes() == lines and write_rows(tmp_path, "train", lines) == file
+    for rows, why in (
+        ([], "has no rows"),
+        ([{}, 3], "row 2 must be a dict, is int"),
+        ([{"a": {1, 2}}], "row 1 is not JSON: .*set"),
+        ([{"a": float("nan")}], "row 1 is not JSON"),
+    ):
+        with pytest.raises(ConfigError, match=f"data.train_files: {why}"):
+            lines_of("data.train_files", rows)  # pyright: ignore[reportArgumentType]

@@ -109,18 +109,18 @@ class RoutedEngine(ClockedEngine):
 
 
 async def test_routes_of_a_moved_group_are_those_of_the_first_attempt_and_its_prompt_has_them_once() -> None:
-    """The first replica dies when two episodes have seven tokens: two begin on the other one."""
+    """The first replica dies when two episodes wait for their second turn, and two have two tokens of their first."""
     scene = Scene(num_replicas=2, loop=UsesATool(), make_engine=RoutedEngine)
     running = await scene.start()
     await asyncio.sleep(7.5)
     await scene.fleet.collect_progress()
     scene.engines[0].kill()
     group = await scene.group()
-    moved, begun = [*range(8), 28, 29, 30], list(range(20, 31))
-    assert input_rows(group) == [moved, moved, begun, begun]
+    between_turns, in_first = [*range(6), *range(26, 31)], [*range(3), *range(23, 31)]
+    assert input_rows(group) == [between_turns, between_turns, in_first, in_first]
     sequences = [only(trajectory) for trajectory in group.trajectories]
-    assert [sequence.num_prompt_routes for sequence in sequences] == [2, 2, 0, 0]
-    assert sequences[0].prompt_routes is sequences[1].prompt_routes
+    assert [sequence.num_prompt_routes for sequence in sequences] == [2] * GROUP_SIZE
+    assert len({id(sequence.prompt_routes) for sequence in sequences}) == 1
     await running
 
 

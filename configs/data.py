@@ -83,7 +83,8 @@ class DataConfig:
     """Arguments of data.loader beside that text, and of data.demonstrations, by name: data.loader_args.data_seed=1."""
     demonstrations: str | None = None
     """A `package.module:function` of (num, seed) that returns that many pairs of a question and its answer, on which
-    a model.kind=tiny is warmed up in place of data.generated. Needs data.loader."""
+    a model.kind=tiny is warmed up in place of data.generated. An episode of several turns goes on with what the model
+    reads next and then says. Needs data.loader."""
     generated: Generated = Generated.arithmetic
     """Problems that are made without train_files, and that model.kind=tiny is warmed up on: arithmetic, calculator (a
     chat in which a tool is called), or search_world (questions about made-up articles, answered by searches)."""

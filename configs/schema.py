@@ -16,6 +16,7 @@ from configs.model import DType as DType
 from configs.model import ModelKind as ModelKind
 from configs.rollout import EvaluationConfig, RolloutConfig, SessionsConfig, TeacherConfig
 from configs.rollout import StalePolicy as StalePolicy
+from configs.sandbox import SandboxConfig
 from configs.serve import ServeConfig
 from configs.trainer import AttentionKind as AttentionKind
 from configs.trainer import Layout as Layout
@@ -114,6 +115,8 @@ class Config:
     """Replicas, engines, staleness, sampling, agents, rewards."""
     sessions: SessionsConfig = field(default_factory=SessionsConfig)
     """Conversations of harnesses over HTTP."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Sandboxes in which agents run commands, and rewards run programs."""
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     """A model that scores what the policy samples, for distillation."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -8,6 +8,7 @@ from configs.checks.curriculum import curriculum_problems
 from configs.checks.engine_args import engine_args_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
+from configs.checks.sandbox import sandbox_problems
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import TRAIN_AND_VAL, teacher_problems, tracking_problems
 from configs.schema import Config
@@ -45,6 +46,7 @@ def check(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL, overrides
             *sections.evaluation_problems(config),
             *sections.unread_evaluation_keys(config, needed_files, overrides),
             *algorithm_problems(config),
+            *sandbox_problems(config),
             *teacher_problems(config),
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),

@@ -36,6 +36,7 @@ def evaluate(invocation: Invocation) -> Ended:
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
     from scripts.launch.model_support import check_model
+    from scripts.launch.sandboxes import refuse_without_sandboxes
     from scripts.launch.worlds import check_world
     from scripts.plan.engine import check_engine
     from scripts.plan.plan import plan
@@ -46,6 +47,7 @@ def evaluate(invocation: Invocation) -> Ended:
     check_model(config, trains=False, updates=False)
     check_engine(config)
     check_world(config, NEEDED_FILES)
+    refuse_without_sandboxes(config)
     if config.dry_run:
         sys.stdout.write(plan("evaluate", config, device, invocation.run_dir, NEEDED_FILES))
         return Ended(exit_code=0)

@@ -36,6 +36,7 @@ def train(invocation: Invocation) -> Ended:
     from scripts.command.run_folder import locked
     from scripts.launch.cluster import resolve_device
     from scripts.launch.model_support import check_model
+    from scripts.launch.sandboxes import refuse_without_sandboxes
     from scripts.launch.worlds import check_world
     from scripts.plan.engine import check_engine
     from scripts.plan.plan import plan
@@ -45,6 +46,7 @@ def train(invocation: Invocation) -> Ended:
     check_model(invocation.config, trains=True, updates=True, device=device)
     check_engine(invocation.config)
     check_world(invocation.config, TRAIN_AND_VAL)
+    refuse_without_sandboxes(invocation.config)
     refused: list[str] = []
     if invocation.config.dry_run:
         find_checkpoint(invocation.config, invocation.run_dir, refused.append)

@@ -14,7 +14,7 @@ READS: dict[str, tuple[str, ...]] = {
 }
 """The keys besides `order` that an order reads."""
 OF_FUNCTIONS = ("key", "pass_reward", "half_life")
-"""Those that decide what a user's function is told."""
+"""The keys that decide what a user's function is told."""
 
 
 def curriculum_problems(config: Config) -> Iterator[Problem]:

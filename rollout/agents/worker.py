@@ -13,6 +13,7 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.agents.loop import Abortable, AgentLoop, Episode, EpisodeTask, GenerateGroup, GroupLoop, resume_from
+from rollout.agents.loop import end as end_shared
 from rollout.agents.tool_processes import ToolProcesses, make_processes, tools_in
 from rollout.chat.end_tokens import end_token_ids
 from rollout.chat.text_decoder import text_decoder
@@ -227,6 +228,7 @@ class AgentWorker:
         finally:
             if self._tool_processes is not None:
                 self._tool_processes.close()
+            await end_shared()  # what rewards and environments share
 
     def _no_tokens(self, group: TrajectoryGroup) -> str:
         rollout = self.config.rollout

@@ -1,4 +1,4 @@
-"""How often the responses to each row pass, as far as it was seen, with less weight for what was seen long ago."""
+"""The pass rate of each row: how often responses to it pass, with less weight for what was seen long ago."""
 
 import zlib
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Evidence:
 
 
 class PassRates:
-    """What is known of the rows of an order: visits, and the posterior of each row's pass rate.
+    """The knowledge of the rows of an order: visits, and the posterior of each row's pass rate.
 
     The posterior of a row is Beta(a + passes, b + failures). Its prior is Beta(1/2, 1/2) or, where the rows are in
     pools, Beta(m, 1 - m) with the pass rate m of the row's pool: rows of one difficulty tell of one another, also of

@@ -131,6 +131,8 @@ def evaluate(
     line = [str(Path(model).expanduser()), *line] if is_folder else [*line, *_model(model)]  # pyright: ignore
     if reward is not None:
         line.append(f"rollout.reward={quoted(reward_text(reward))}")
+    if data is not None and not isinstance(data, Mapping):
+        line.append("data.val_share=null")  # of a run that has held out a part of its own data
     line += [*_sections(data), *words(overrides)]
     outcome = _ended("evaluate", _completed("evaluate", line, {"data.val_files": data}, run_dir))
     assert outcome.run_dir is not None

@@ -1,7 +1,6 @@
 """Show the tokens of a trajectory as pieces of text, each with what rollout and trainer made of it."""
 
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ def token_strip(run: Run, step: int, entry: Entry, start: int = 0) -> dict[str, 
         arrays = _arrays(run, step, status.st_mtime_ns, status.st_size)
         if int(arrays["ordinals"][entry.place]) != entry.row.ordinal:
             raise IndexError("another trajectory is there")
-    except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, IndexError) as error:
         return _without(f"{path.name} cannot be read: {error}")
     tokenizer = _load_tokenizer(run)
     first = int(arrays["num_sequences"][: entry.place].sum())

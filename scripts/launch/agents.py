@@ -11,6 +11,7 @@ from rollout.agents.worker import AgentWorker
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.replica.client import ReplicaClient
+from scripts.launch.sandboxes import prepare_sandboxes
 
 NOTICED = ("rollout.environments",)
 """Loggers in agent workers whose warnings the console shows."""
@@ -38,6 +39,7 @@ def start_agents(
 
 def load_loop(config: Config, tokenizer: Any) -> AgentLoop:
     """Return the agent loop of rollout.agent_loop, rollout.agent or rollout.agent_command. Raises ValueError."""
+    prepare_sandboxes(config)
     end_descendants_with_this()  # rewards, environments and commands start some, which outlive no worker that is killed
     if not is_harness(config):
         with tools_in(make_processes(config.rollout)):  # a tool that cannot run there is refused

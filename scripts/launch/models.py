@@ -228,8 +228,8 @@ def _demonstrations(config: Config) -> "list[Demonstration]":
     batch_size = _warmup_spec(config).batch_size
     if config.data.demonstrations is not None:
         make = find("data.demonstrations", config.data.demonstrations, ("num", "seed"), named=config.data.loader_args)
-        pairs = make(config.model.warmup_steps * batch_size, config.seed, **config.data.loader_args)
-        return [(config.data.prompt_template.replace("{question}", question), answer) for question, answer in pairs]
+        episodes = make(config.model.warmup_steps * batch_size, config.seed, **config.data.loader_args)
+        return [(_prompt(config, question), *rest) for question, *rest in episodes]
     num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
     num_sloppy = config.model.warmup_steps * batch_size - num_clean
     numbers = {"num_clean": num_clean, "num_sloppy": num_sloppy, "seed": config.seed}

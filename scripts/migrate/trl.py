@@ -16,6 +16,7 @@ from scripts.migrate.counterparts import (
     renamed,
     under_the_name,
 )
+from scripts.migrate.settings import Unknown
 
 PROMPTS = "in prompts; theirs counts trajectories of {} process(es)"
 LOSSES = {
@@ -110,7 +111,11 @@ def _resume(value: Any, theirs: Theirs) -> Answer:
 def _data_set(value: Any, theirs: Theirs) -> Answer:
     split = theirs.get("dataset_train_split", "train")
     config = theirs.get("dataset_config")
-    return Here({"data.train_files": f"{value}{f':{config}' if config else ''}@{split}"})
+    name = f"{value}{f':{config}' if config else ''}"
+    held_out = {"data.val_files": f"{name}@{theirs.get('dataset_test_split', 'test')}"}
+    return Here(
+        {"data.train_files": f"{name}@{split}"} | (held_out if theirs.get("eval_strategy", NEVER) != NEVER else {})
+    )
 
 
 def _held_out(value: Any, theirs: Theirs) -> Answer:
@@ -118,7 +123,7 @@ def _held_out(value: Any, theirs: Theirs) -> Answer:
 
 
 def _reward(value: Any, theirs: Theirs) -> Answer:
-    shown = getattr(value, "text", value)
+    shown = value.text if isinstance(value, Unknown) else value
     wrapper = "def reward(prompt, text): return theirs(completions=[text], **{...})[0]"
     return Nothing(
         f"rollout.reward takes (prompt, text) of one response, and {shown} lists of completions and columns, which are "
@@ -173,6 +178,7 @@ RULES = Rules(
         "dataset_name": _data_set,
         "dataset_config": covered,
         "dataset_train_split": covered,
+        "dataset_test_split": covered,
         "train_dataset": files("data.train_files"),
         "eval_dataset": _held_out,
         "use_peft": covered,

@@ -1,7 +1,6 @@
 """Read back the trajectory groups of a step, as they were trained: to the bit in all that training reads."""
 
 import math
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, TurnReward, VersionSpan
-from scripts.observe.files import RunError
+from scripts.observe.files import RunError, read_arrays
 from scripts.observe.run import Run
 from trainer.tracking.trajectories import (
     FORMATS,
@@ -48,8 +47,8 @@ def require_tokens(run: Run, step: int) -> None:
     Raises:
         RunError: they were not recorded, or in an older format.
     """
-    with _of_step(run, step), np.load(run.tokens_path(step), allow_pickle=False) as file:
-        has = int(file["format"]) if "format" in file.files else 1
+    with _of_step(run, step):
+        has = int(read_arrays(run.tokens_path(step), ("format",)).get("format", 1))
     if has not in FORMATS:
         expected = f"a replay reads formats {min(FORMATS)} to {max(FORMATS)}"
         raise RunError(f"{run.folder.name}: step {step}: its tokens are recorded in format {has}, and {expected}")
@@ -63,7 +62,7 @@ def _of_step(run: Run, step: int) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise RunError(f"{name} has no records of its tokens (trainer.record_tokens): {error}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{name}: its records cannot be read: {error}") from error
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from configs.checkpoint import CONFIG_FILE, UnreadableConfigError, read_config
 from scripts.observe.events import EventIndex, EventReader, valid_events
-from scripts.observe.files import Page, RunError, each_record, read_page
+from scripts.observe.files import Page, RunError, each_record, read_arrays, read_page
 from trainer.tracking.events.lines import EVENTS_FILE
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.set_aside import SET_ASIDE
@@ -180,10 +179,9 @@ class Run:
         """Return the arrays of `trainer.tracking.trajectories.token_arrays`, by their names.
 
         Raises:
-            OSError, ValueError, EOFError, zipfile.BadZipFile: the file is missing or damaged.
+            OSError, ValueError: the file is missing or damaged.
         """
-        with np.load(self.tokens_path(step), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        return read_arrays(self.tokens_path(step))
 
     def index(self, step: int) -> "StepIndex":
         """Return the index of a step's trajectories, from memory if the file has not changed. Raises RunError if the

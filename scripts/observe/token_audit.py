@@ -91,7 +91,7 @@ class TokenAudit:
             trajectories: the (ordinal, index) of each trajectory in it.
 
         Raises:
-            OSError, ValueError, KeyError, zipfile.BadZipFile: something is wrong with the arrays.
+            OSError, ValueError, KeyError: something is wrong with the arrays.
         """
         for (ordinal, index), sequences in zip(trajectories, _trajectories(arrays), strict=True):
             recorded = self._index.get((ordinal, index), [])

@@ -24,6 +24,7 @@ from configs.load import key_docs
 from configs.schema import AlgorithmConfig, Config, ModelKind
 from rollout.agents.encoding import encode
 from rollout.agents.loop import EpisodeTask, load_agent_loop
+from rollout.curriculum.adaptive import make_order
 from rollout.data.rows import Columns, load_rows
 from rollout.prompts import Row
 from rollout.request_ids import RequestId
@@ -384,6 +385,12 @@ def try_loader(path: str) -> None:
     assert [row.ground_truth for row in rows] == ["1", "2", "3"]
 
 
+def try_order(path: str) -> None:
+    order = make_order(changed(Config(), data__curriculum__order=path), [make_prompt(number) for number in range(20)])
+    order.draw(0)
+    assert order.row(0) in range(20)
+
+
 def try_sink(path: str) -> None:
     """MLflow itself is no package of the tests: these are its functions that the page calls."""
     told: list[Any] = []
@@ -406,6 +413,7 @@ TRY = {
     "algorithm.loss": try_loss,
     "algorithm.advantage": try_advantage,
     "data.loader": try_loader,
+    "data.curriculum.order": try_order,
 }
 
 

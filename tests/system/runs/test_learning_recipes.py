@@ -1,6 +1,7 @@
 """The recipes that learn without a download, each cut short: a model is made here, and what it said is trained."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
     assert all(0 <= record["critic/rewards/mean"] <= 1 for record in steps)
 
 
+def runs_programs(steps: list[Metrics], before: Metrics) -> None:
+    for record in steps:
+        assert record["agent/runs"] > 0 and 0 <= record["agent/passed"] <= 1
+        assert record["agent/turns"] > 1, "it goes on from what the test said"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -38,6 +45,10 @@ def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
     [
         ("agent", "chat", 60, calls_the_calculator),
         ("search_world", "chat", 80, searches),
+        pytest.param(
+            *("code_world", "chat", 80, runs_programs),
+            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
+        ),
         pytest.param(
             *("reasoning_gym", "chat", 60, answers_in_a_word),
             marks=pytest.mark.skipif(not HAS_REASONING_GYM, reason="needs the extra reasoning-gym"),

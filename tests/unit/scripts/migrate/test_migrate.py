@@ -218,7 +218,7 @@ def test_options_of_trl_count_the_processes(tmp_path: Path) -> None:
     config = composed(migrate("TRL, options", tmp_path)[1])
     assert config.trainer.prompts_per_step == 8 * 4 // 8 and config.trainer.eval_every == 50
     assert config.algorithm.clip_ratio_high == config.algorithm.clip_ratio_low == 0.1
-    assert config.data.train_files == "org/data@train"
+    assert (config.data.train_files, config.data.val_files) == ("org/data@train", "org/data@test")
 
 
 def test_prime_rl(tmp_path: Path) -> None:

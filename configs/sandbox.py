@@ -1,0 +1,45 @@
+"""Keys of the sandboxes in which agents run commands, and rewards run what a policy wrote."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class SandboxBackend(Enum):
+    """The program that makes sandboxes."""
+
+    bubblewrap = "bubblewrap"
+    """bwrap, which needs no service: its sandboxes start within tens of milliseconds."""
+    docker = "docker"
+    podman = "podman"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig:
+    """Read by the agent loops and rewards of rollout/environments/sandbox, and by your own that ask for a sandbox."""
+
+    backend: SandboxBackend = SandboxBackend.bubblewrap
+    """The program that makes sandboxes: bubblewrap, docker or podman. It must be on every machine with agent
+    workers."""
+    image: str | None = None
+    """Files that a sandbox begins with, and cannot change. bubblewrap: the folder of an unpacked image, or null for
+    this machine's /usr. docker and podman: the name of an image. It must have python3."""
+    memory_mb: int = 512
+    """MiB of memory of all processes of a sandbox together, and of the address space of each."""
+    disk_mb: int = 64
+    """MiB of files that a sandbox can write; they are kept in memory. docker and podman: so many in each folder that
+    can be written."""
+    max_processes: int = 64
+    """Processes and threads of a sandbox. Reaching this number ends all of them."""
+    cpu_s: int = 20
+    """Seconds of processor time of each process."""
+    timeout_s: float = 20.0
+    """Deadline in seconds of a command, and of all hidden tests of a response together."""
+    start_timeout_s: float = 30.0
+    """Deadline in seconds for the start of a sandbox, and for waiting until one of sandbox.max_running is free."""
+    max_running: int = 64
+    """Sandboxes in use at once in each agent worker. Further episodes and rewards wait."""
+    warm: int = 4
+    """Sandboxes that each agent worker keeps started for the next episodes, besides those in use."""
+    reuse: bool = False
+    """Give a sandbox to the next episode after its processes were ended and its files removed, in place of a new one.
+    It saves the start."""

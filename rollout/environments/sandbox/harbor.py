@@ -1,0 +1,310 @@
+"""Tasks in the format of Harbor (https://harborframework.com): folders with an instruction, files to begin with, and
+tests that write the reward. Harbor itself is not needed.
+
+data.loader=rollout.environments.sandbox.harbor:rows data.train_files=FOLDER
+rollout.agent_loop=rollout.environments.sandbox.tools:agent_loop
+
+What is read of a task: `instruction.md`; of `task.toml` the environment's `docker_image`, `workdir`, `env` and
+`memory_mb`, and the verifier's `timeout_sec` and `env`; of `environment/Dockerfile` its WORKDIR, ENV and COPY, and
+without a Dockerfile all files of `environment/`; `tests/`, which are copied into the sandbox when the agent has ended.
+"""
+
+import json
+import math
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from configs.sandbox import SandboxBackend, SandboxConfig
+from configs.validate import ConfigError
+from rollout.environments.sandbox.launching import FOLDERS
+from rollout.environments.sandbox.sandbox import Sandbox, SandboxFileError
+from rollout.types import Prompt
+
+COLUMN = "harbor_task"
+"""The column of a row with the folder of its task."""
+SHIPPED = "slipstream/tasks"
+"""The entry of data.train_files that stands for the tasks in `tasks/`."""
+WORKDIR = "/app"
+REWARD_TXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
+MAX_REWARD_BYTES = 65_536
+VERIFIER_TIMEOUT_S = 600.0
+"""Harbor's own default."""
+IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "USER", "SHELL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL")
+"""Words of a Dockerfile that change nothing here: agents run commands of their own, by a user of the sandbox."""
+
+
+class TaskError(ConfigError):
+    """A task that cannot be read, or needs what is not there. The message names its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedFile:
+    """A file that a sandbox gets."""
+
+    source: Path
+    path: str
+    """Its place in the sandbox."""
+    mode: int
+
+    @classmethod
+    def of(cls, source: Path, path: str) -> "CopiedFile":
+        return cls(source=source, path=path, mode=0o755 if source.stat().st_mode & 0o100 else 0o644)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A task as it is read from its folder."""
+
+    folder: Path
+    instruction: str
+    workdir: str
+    docker_image: str | None = None
+    memory_mb: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    verifier_env: Mapping[str, str] = field(default_factory=dict)
+    verifier_timeout_s: float = VERIFIER_TIMEOUT_S
+    files: tuple[CopiedFile, ...] = ()
+    """The files that the agent finds."""
+    tests: tuple[CopiedFile, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def image(self, config: SandboxConfig) -> str | None:
+        """Return the image that the task runs on; None for sandbox.image. Raises TaskError where the sandboxes of the
+        run cannot do what the task needs."""
+        if self.memory_mb is not None and self.memory_mb > config.memory_mb:
+            needs = f"needs memory_mb={self.memory_mb}, and sandbox.memory_mb={config.memory_mb}"
+            raise TaskError(f"{self.folder}: {needs}: set that to {self.memory_mb}")
+        if config.backend is not SandboxBackend.bubblewrap:
+            return self.docker_image
+        if self.docker_image is not None and config.image is None:
+            unpacked = "sandbox.image=FOLDER, in which `docker export` of a container of it is unpacked"
+            raise TaskError(f"{self.folder}: is made for the image {self.docker_image}: set {unpacked}")
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of a task's tests."""
+
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def rows(entries: str) -> list[dict[str, Any]]:
+    """Return a row for each task of the folders `entries`, which are separated by commas: a task itself, or a folder of
+    tasks. `slipstream/tasks` is the folder of the tasks that come with this package. Raises TaskError."""
+    folders = [folder for entry in entries.split(",") for folder in _task_folders(entry.strip())]
+    tasks = [read_task(folder) for folder in folders]
+    return [
+        {"question": task.instruction, "answer": task.name, "data_source": "harbor", COLUMN: str(task.folder)}
+        for task in tasks
+    ]
+
+
+def task_of(prompt: Prompt) -> Task | None:
+    """Return the task of a row; None for a row of other data. Raises TaskError."""
+    folder = prompt.extra.get(COLUMN)
+    return None if folder is None else read_task(Path(folder))
+
+
+def shipped_tasks() -> Path:
+    return Path(str(resources.files("rollout.environments.sandbox") / "tasks"))
+
+
+def _task_folders(entry: str) -> list[Path]:
+    folder = Path(entry).expanduser()
+    if entry == SHIPPED and not folder.exists():
+        folder = shipped_tasks()
+    if not folder.is_dir():
+        raise TaskError(f"{entry}: no such folder")
+    if (folder / "task.toml").is_file():
+        return [folder.resolve()]
+    tasks = sorted(file.parent.resolve() for file in folder.glob("*/task.toml"))
+    if not tasks:
+        raise TaskError(f"{entry}: has no task.toml, nor a folder that has one")
+    return tasks
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def read_task(folder: Path) -> Task:
+    """Read a task. Raises TaskError, which names the file and what is wrong with it."""
+    settings = _settings(folder)
+    environment, verifier = (_table(settings, name, folder) for name in ("environment", "verifier"))
+    if "steps" in settings:
+        raise TaskError(f"{folder / 'task.toml'}: has steps, and only tasks of one step are read")
+    image = environment.get("docker_image")
+    recipe = folder / "environment" / "Dockerfile"
+    workdir, env, files = _built(recipe, image) if recipe.is_file() else _plain(folder / "environment")
+    workdir = str(environment.get("workdir") or workdir)
+    if not is_writable(workdir):
+        raise TaskError(f"{folder}: its workdir {workdir} must be in one of {_writable()}")
+    tests = tuple(_tree(folder / "tests", "/tests"))
+    if not any(test.path == "/tests/test.sh" for test in tests):
+        raise TaskError(f"{folder}: has no tests/test.sh")
+    return Task(
+        folder=folder,
+        instruction=_text(folder / "instruction.md"),
+        workdir=workdir,
+        docker_image=image,
+        memory_mb=environment.get("memory_mb"),
+        env={**env, **_texts(environment.get("env", {}))},
+        verifier_env=_texts(verifier.get("env", {})),
+        verifier_timeout_s=float(verifier.get("timeout_sec", VERIFIER_TIMEOUT_S)),
+        files=tuple(files),
+        tests=tests,
+    )
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "task.toml"
+    try:
+        return tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"{file}: {error}") from error
+
+
+def _table(settings: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+    table = settings.get(name, {})
+    if not isinstance(table, dict):
+        raise TaskError(f"{folder / 'task.toml'}: {name} must be a table")
+    return table
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{file}: cannot be read: {error}") from error
+
+
+def _texts(table: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in table.items()}
+
+
+def _built(recipe: Path, image: str | None) -> tuple[str, dict[str, str], list[CopiedFile]]:
+    """Return the workdir, variables and files that a Dockerfile makes. Raises TaskError for what only a build does,
+    where no image is named that was built."""
+    workdir, env, files = WORKDIR, dict[str, str](), list[CopiedFile]()
+    for line in _text(recipe).replace("\\\n", " ").splitlines():
+        word, _, rest = line.strip().partition(" ")
+        word = word.upper()
+        if not word or word.startswith("#") or word in IGNORED:
+            continue
+        if word == "WORKDIR":
+            workdir = str(PurePosixPath(workdir) / rest.strip())
+        elif word in ("ENV", "ARG") and "=" in rest:
+            env |= dict(part.split("=", 1) for part in shlex.split(rest) if "=" in part) if word == "ENV" else {}
+        elif word in ("COPY", "ADD") and not rest.strip().startswith("["):
+            files += _copied(recipe, rest, workdir)
+        elif image is None:
+            wrong = f"{word} needs an image that was built: name it as docker_image in task.toml"
+            raise TaskError(f"{recipe}: {wrong}, or leave it out")
+    return workdir, env, files
+
+
+def _copied(recipe: Path, rest: str, workdir: str) -> Iterator[CopiedFile]:
+    """Yield the files of a COPY."""
+    words = [word for word in shlex.split(rest) if not word.startswith("--chmod=") and not word.startswith("--chown=")]
+    *names, target = words
+    base = PurePosixPath(workdir) / target
+    if not names or any(name.startswith("--") for name in names) or not is_writable(str(base)):
+        raise TaskError(f"{recipe}: COPY {rest}: must copy files of this folder into one of {_writable()}")
+    for name in names:
+        source = recipe.parent / name
+        if not source.resolve().is_relative_to(recipe.parent.resolve()) or not source.exists():
+            raise TaskError(f"{recipe}: COPY {rest}: there is no {name} in {recipe.parent}")
+        if source.is_dir():
+            yield from _tree(source, str(base))
+        else:
+            is_folder = target.endswith("/") or target in (".", "..") or len(names) > 1 or str(base) == workdir
+            yield CopiedFile.of(source, str(base / source.name if is_folder else base))
+
+
+def _plain(environment: Path) -> tuple[str, dict[str, str], list[CopiedFile]]:
+    return WORKDIR, {}, list(_tree(environment, WORKDIR))
+
+
+def _tree(folder: Path, target: str) -> Iterator[CopiedFile]:
+    """Yield the files below a folder. Raises TaskError for a link, which might lead out of the task."""
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if file.is_symlink():
+            raise TaskError(f"{file}: is a link, and must be a file")
+        if file.is_file():
+            yield CopiedFile.of(file, str(PurePosixPath(target) / file.relative_to(folder).as_posix()))
+
+
+def is_writable(path: str) -> bool:
+    """Return whether a sandbox can write there."""
+    parts = PurePosixPath(path).parts
+    return len(parts) > 1 and parts[0] == "/" and parts[1] in FOLDERS and ".." not in parts
+
+
+def _writable() -> str:
+    return ", ".join(f"/{name}" for name in FOLDERS)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+async def set_up(sandbox: Sandbox, task: Task) -> None:
+    """Write the files that the agent finds. Raises SandboxFileError and SandboxLostError."""
+    await _write(sandbox, task.files)
+    made = await sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", "/logs/verifier"])
+    if not made.is_success:
+        raise SandboxFileError(f"{task.folder}: {made.text()}")
+
+
+async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
+    """Run the tests of a task, which the sandbox gets only now, after all that the agent left running has ended.
+
+    Tests that reach a limit, or write no reward, give 0: what they run is the agent's. Raises SandboxLostError.
+    """
+    try:
+        await sandbox.clear("tests", "logs", "solution")
+        await _write(sandbox, task.tests)
+        await sandbox.exec(["mkdir", "-p", "/logs/verifier"])
+    except SandboxFileError:  # the agent has left no room for them
+        return Verdict(reward=0.0, metrics={"verified": 0.0})
+    outcome = await sandbox.exec(
+        ["bash", "/tests/test.sh"], cwd=task.workdir, env={**task.env, **task.verifier_env}, timeout_s=timeout_s
+    )
+    rewards = {} if outcome.limit is not None else await _rewards(sandbox)
+    if "reward" not in rewards:
+        return Verdict(reward=0.0, metrics={"verified": 0.0})
+    others = {name: value for name, value in rewards.items() if name != "reward"}
+    return Verdict(reward=rewards["reward"], metrics={**others, "verified": 1.0})
+
+
+async def _rewards(sandbox: Sandbox) -> dict[str, float]:
+    """Return the numbers that the tests have written, the reward as "reward"."""
+    numbers: dict[str, float] = {}
+    with suppress(SandboxFileError, ValueError):
+        numbers["reward"] = float(await sandbox.read_file(REWARD_TXT, most=MAX_REWARD_BYTES))
+    with suppress(SandboxFileError, ValueError, RecursionError):
+        written = json.loads(await sandbox.read_file(REWARD_JSON, most=MAX_REWARD_BYTES))
+        if isinstance(written, dict):
+            numbers |= {str(name): float(value) for name, value in written.items() if isinstance(value, int | float)}
+            if "reward" not in numbers and len(numbers) == 1:
+                numbers = {"reward": next(iter(numbers.values()))}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+async def _write(sandbox: Sandbox, files: tuple[CopiedFile, ...]) -> None:
+    for file in files:
+        await sandbox.write_file(file.path, file.source.read_bytes(), mode=file.mode)

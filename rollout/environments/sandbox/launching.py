@@ -1,0 +1,232 @@
+"""The ways to start a sandbox: bubblewrap, or the command of docker or podman. Each starts `guest.py` as process 1 of
+something that has files, processes and a network of its own, and talks to it over its stdin and stdout."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.sandbox import SandboxBackend, SandboxConfig
+from rollout.environments.sandbox.seccomp import filter_program
+
+KEY = "sandbox.backend"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+FOLDERS = ("work", "tmp", "app", "tests", "logs", "solution")
+"""Folders at the top of a sandbox that can be written. Commands begin in the first; the last four are where Harbor's
+tasks expect them."""
+HOME = f"/{FOLDERS[0]}"
+MIB = 2**20
+SHARED_MEMORY_MB = 16
+"""The size of /dev/shm, by which programs share memory."""
+MAX_FILES = 20_000
+"""The most files and folders in a folder of memory: each costs the machine some, whatever is in it."""
+MAX_OPEN_FILES = 256
+UNPRIVILEGED_ID = 61_357
+"""The user and group of sandboxes where the run is root's. The kernel does not limit root's processes. No user of any
+distribution has this number."""
+PROBE_S = 30.0
+"""The deadline of the sandbox that is started to see whether the backend works."""
+
+
+class SandboxUnavailableError(RuntimeError):
+    """No sandbox can be started here. The message names the key, and says what to install or to set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command that starts a sandbox."""
+
+    argv: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for `subprocess.Popen` and asyncio's form of it."""
+
+
+class Launcher(Protocol):
+    """Starts sandboxes of one backend."""
+
+    def launch(self, image: str | None) -> AbstractContextManager[Launch]:
+        """Return a context manager that gives the `Launch` of one sandbox, for as long as its command is started."""
+        ...
+
+    def advice(self, error: str) -> str:
+        """Return what to install or to set where a start has failed with this text."""
+        ...
+
+
+@cache
+def guest_source() -> str:
+    return (resources.files("rollout.environments.sandbox") / "guest.py").read_text(encoding="utf-8")
+
+
+def guest_settings(config: SandboxConfig, *, writable: Sequence[str], folders: Sequence[str], own_user: bool) -> str:
+    """Return the settings of `guest.py`.
+
+    Args:
+        config: The limits.
+        writable: Folders that are emptied for the next episode.
+        folders: Folders that are made at the start.
+        own_user: Whether the kernel counts the processes of the sandbox's user by themselves.
+    """
+    memory = config.memory_mb * MIB
+    rlimits = {
+        "RLIMIT_AS": memory,
+        "RLIMIT_CPU": config.cpu_s,
+        "RLIMIT_FSIZE": config.disk_mb * MIB,
+        "RLIMIT_NOFILE": MAX_OPEN_FILES,
+        "RLIMIT_CORE": 0,
+    }
+    if own_user:
+        rlimits["RLIMIT_NPROC"] = config.max_processes + 1  # process 1 counts, too
+    settings = {
+        "writable": writable,
+        "folders": folders,
+        "memory_bytes": memory,
+        "max_processes": config.max_processes,
+        "max_files": MAX_FILES,
+        "rlimits": rlimits,
+    }
+    return json.dumps(settings)
+
+
+class Bubblewrap:
+    """Makes sandboxes with bwrap, in namespaces of the kernel.
+
+    - The root holds links, folders of the image that cannot be written, and two file systems in memory, which are
+      limited. Nothing of a sandbox is on a disk of the machine: it is gone with its last process.
+    - Its process 1 dies with bwrap, which dies with the process that has started it; the kernel then ends all others.
+    """
+
+    def __init__(self, config: SandboxConfig):
+        self._config = config
+        writable = ["/sandbox", "/dev/shm"]
+        folders = [f"/sandbox/{name}" for name in FOLDERS]
+        self._settings = guest_settings(config, writable=writable, folders=folders, own_user=True)
+
+    @contextmanager
+    def launch(self, image: str | None) -> Iterator[Launch]:
+        program, ours = os.pipe()
+        try:
+            with os.fdopen(ours, "wb") as pipe:
+                pipe.write(filter_program())
+            options: dict[str, Any] = {
+                "pass_fds": (program,),
+                "cwd": "/",
+                "env": {"PATH": os.environ.get("PATH", PATH)},
+            }
+            if os.geteuid() == 0:
+                options |= {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": ()}
+            yield Launch(argv=self._argv(image, program), options=options)
+        finally:
+            os.close(program)
+
+    def _argv(self, image: str | None, program: int) -> tuple[str, ...]:
+        disk, shared = (str(size * MIB) for size in (self._config.disk_mb, SHARED_MEMORY_MB))
+        namespaces = ("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox")
+        ends = ("--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(program))
+        links = [word for name in FOLDERS for word in ("--symlink", f"sandbox/{name}", f"/{name}")]
+        devices = ("--dev", "/dev", "--size", shared, "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+        files = ("--proc", "/proc", *devices, "--size", disk, "--tmpfs", "/sandbox", *links, "--remount-ro", "/")
+        environment = ("--clearenv", "--setenv", "PATH", PATH, "--chdir", "/")
+        guest = ("python3", "-I", "-S", "-c", guest_source(), self._settings)
+        roots = _system() if image is None else _unpacked(Path(image))
+        return ("bwrap", *namespaces, *ends, *roots, *files, *environment, *guest)
+
+    def advice(self, error: str) -> str:
+        if shutil.which("bwrap") is None:
+            return "bwrap is not installed: apt-get install bubblewrap, or set sandbox.backend=docker or podman"
+        if "python3" in error:
+            return "sandbox.image has no python3 on its PATH, which a sandbox needs"
+        if "namespace" in error or "uid map" in error or "Operation not permitted" in error:
+            return (
+                "bwrap can make no namespaces here: allow it with sysctl user.max_user_namespaces=10000, "
+                "kernel.unprivileged_userns_clone=1 (Debian) and kernel.apparmor_restrict_unprivileged_userns=0 "
+                "(Ubuntu), in a container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined, "
+                "or set sandbox.backend=docker or podman"
+            )
+        return "bwrap cannot start a sandbox"
+
+
+def _system() -> list[str]:
+    """Return the arguments that show this machine's programs."""
+    roots = ["--ro-bind", "/usr", "/usr"]
+    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
+        roots += _shown(Path(name), name)
+    for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # links of programs, and where libraries are
+        roots += _shown(Path(name), name)
+    return roots
+
+
+def _unpacked(image: Path) -> list[str]:
+    """Return the arguments that show what is in the folder of an image."""
+    hidden = {"dev", "proc", "sys", "run", "sandbox", *FOLDERS}
+    entries = sorted(image.expanduser().iterdir())
+    return [word for entry in entries if entry.name not in hidden for word in _shown(entry, f"/{entry.name}")]
+
+
+def _shown(source: Path, name: str) -> list[str]:
+    if source.is_symlink():
+        return ["--symlink", os.readlink(source), name]
+    return ["--ro-bind", str(source.absolute()), name] if source.exists() else []
+
+
+class Container:
+    """Makes sandboxes with the command of docker or podman. The container ends when its stdin does, and with
+    `--rm` is removed then."""
+
+    def __init__(self, config: SandboxConfig):
+        self._config = config
+        folders = [f"/{name}" for name in FOLDERS]
+        self._settings = guest_settings(config, writable=folders, folders=folders, own_user=False)
+
+    @contextmanager
+    def launch(self, image: str | None) -> Iterator[Launch]:
+        config = self._config
+        if image is None:
+            raise SandboxUnavailableError(f"{KEY}={config.backend.value}: needs sandbox.image, the name of an image")
+        memory, disk = f"{config.memory_mb}m", f"rw,exec,nosuid,nodev,size={config.disk_mb}m,mode=1777"
+        tmpfs = [word for name in FOLDERS for word in ("--tmpfs", f"/{name}:{disk}")]
+        rights = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "1000:1000", "--read-only")
+        limits = ("--memory", memory, "--memory-swap", memory, "--pids-limit", str(config.max_processes + 1))
+        started = ("run", "--rm", "-i", "--network", "none", "--workdir", "/", "--shm-size", f"{SHARED_MEMORY_MB}m")
+        guest = ("python3", image, "-I", "-S", "-c", guest_source(), self._settings)
+        argv = (config.backend.value, *started, *rights, *limits, *tmpfs, "--entrypoint", *guest)
+        yield Launch(argv=argv)
+
+    def advice(self, error: str) -> str:
+        name = self._config.backend.value
+        if shutil.which(name) is None:
+            return f"{name} is not installed"
+        return f"{name} cannot start a sandbox of sandbox.image={self._config.image}"
+
+
+def make_launcher(config: SandboxConfig) -> Launcher:
+    return Bubblewrap(config) if config.backend is SandboxBackend.bubblewrap else Container(config)
+
+
+def check_backend(config: SandboxConfig) -> None:
+    """Start a sandbox and end it. Raises SandboxUnavailableError where that is not possible on this machine."""
+    launcher = make_launcher(config)
+    try:
+        with launcher.launch(config.image) as launch:
+            # Its stdin ends at once, and so does the sandbox.
+            done = subprocess.run(
+                launch.argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, **launch.options
+            )
+        error = done.stderr.decode(errors="replace").strip()
+        if done.returncode == 0:
+            return
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        error = str(failure) if isinstance(failure, OSError) else f"a sandbox did not start within {PROBE_S:g} s"
+    raise unavailable(config, launcher, error)
+
+
+def unavailable(config: SandboxConfig, launcher: Launcher, error: str) -> SandboxUnavailableError:
+    """Return the error of a start that failed with this text."""
+    return SandboxUnavailableError(f"{KEY}={config.backend.value}: {launcher.advice(error)} ({error[-300:]})")

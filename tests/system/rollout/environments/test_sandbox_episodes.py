@@ -1,0 +1,245 @@
+"""Episodes in sandboxes: tools, hidden tests, tasks in Harbor's format, and the world of one-line programs."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.sandbox import SandboxBackend
+from rollout.agents.loop import Episode
+from rollout.agents.loop import end as end_shared
+from rollout.data.code_world import FLAWLESS, episode, problems_of
+from rollout.environments.sandbox import code_world, harbor, tools
+from rollout.environments.sandbox.hidden_tests import hidden_tests
+from rollout.environments.sandbox.sandbox import Sandbox
+from rollout.environments.sandbox.sandboxes import provide, sandbox_config
+from rollout.rewards.base import RewardResult
+from tests.support.environments import TOKENIZER, episode_of, prompt_of
+from tests.support.fakes import make_prompt
+from tests.support.paths import ROOT
+from tests.support.sandboxes import SMALL, need_sandboxes, shell
+from tests.support.sequences import only
+
+TASKS = ROOT / "rollout/environments/sandbox/tasks"
+
+
+@pytest.fixture(autouse=True)
+def _sandboxes() -> Iterator[None]:
+    need_sandboxes()
+    before = sandbox_config()
+    provide(replace(SMALL, warm=1, max_running=4))
+    yield
+    provide(before)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    async def all_of_it() -> Any:
+        try:
+            return await work
+        finally:
+            await end_shared()
+
+    return asyncio.run(all_of_it())
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def played(say: Callable[[str], str], max_turns: int = 8, **extra: Any) -> Episode:
+    loop = tools.agent_loop(TOKENIZER, max_turns=max_turns)
+    return run(episode_of(loop, say, prompt_of(loop, **extra)))
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tools_share_the_files_of_an_episode_and_the_policy_reads_what_they_print() -> None:
+    heard: list[str] = []
+    lines = iter(
+        [
+            call("python", code="open('x.txt', 'w').write('seven')\nprint(6 * 7)"),
+            call("bash", command="cat x.txt; false"),
+            call("bash", command=":(){ :|:& };:; sleep 8"),
+            call("bash", command="echo still here"),
+            "It is 42.",
+        ]
+    )
+
+    def say(text: str) -> str:
+        heard.append(text)
+        return next(lines)
+
+    ended = played(say)
+    assert ended.finish_reason == "stop" and ended.result is None, "rollout.reward scores it"
+    assert "42" in heard[1] and "seven\n[exit code 1]" in heard[2] and "still here" in heard[4]
+    assert "[ended: had sandbox.max_processes=32 processes or more]" in heard[3]
+    assert ended.metrics["tool_calls"] == 4 and ended.metrics["tool_errors"] == 0
+
+
+def test_a_sandbox_that_is_lost_leaves_the_episode_without_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(sandbox: Sandbox, *_: Any, **__: Any) -> None:
+        await sandbox.stop()
+        raise ConnectionError("the machine is on fire")
+
+    monkeypatch.setattr(Sandbox, "exec", lost)
+    ended = played(lambda _: call("bash", command="true"))
+    assert ended.result is not None and ended.result.error is not None
+    assert "the sandbox of the episode is gone" in ended.result.error
+
+
+# -- hidden tests ------------------------------------------------------------------------------------------------------
+
+ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "passed", "limited"),
+    [
+        (ADD, [{"call": "add(2, 3)", "output": "5"}, {"call": "add('a', 'b')", "output": "'ab'"}], 1.0, 0.0),
+        (ADD, json.dumps([{"call": "add(2, 3)", "output": "5"}, {"call": "add(2, 3)", "output": "6"}]), 0.5, 0.0),
+        (ADD, ["assert add(2, 3) == 5", {"code": "assert add(1, 1) == 2"}], 1.0, 0.0),
+        (ADD, ["assert add(2, 3) == 6"], 0.0, 0.0),
+        ("import sys; sys.exit(0)", ["assert False"], 0.0, 0.0),
+        (IN_OUT, [{"input": "2 3\n", "output": "5"}, {"input": "1 1\n", "output": "2\n"}], 1.0, 0.0),
+        (IN_OUT, [{"input": "2 3\n", "output": "6"}, {"input": "1 1\n", "output": "2\n"}], 0.5, 0.0),
+        ("while True: pass", [{"input": "", "output": ""}], 0.0, 1.0),
+        ("import os\nwhile True: os.fork()", [{"input": "", "output": ""}], 0.0, 1.0),
+        ("no program", [{"input": "", "output": "no program"}], 0.0, 0.0),
+        (
+            "f = open('/work/big', 'wb')\nwhile f.write(bytes(1 << 20)): pass",
+            [{"input": "", "output": ""}] * 2,
+            0.0,
+            None,
+        ),
+    ],
+)
+def test_a_program_is_worth_what_tests_say_that_it_never_sees(
+    text: str, tests: Any, passed: float, limited: float | None
+) -> None:
+    result: RewardResult = run(hidden_tests(replace(make_prompt(0), extra={"tests": tests}), text))
+    assert (result.reward, result.metrics["passed"], result.error) == (float(passed == 1), passed, None)
+    assert limited is None or result.metrics["limited"] == limited
+
+
+def test_what_a_program_must_write_is_nowhere_in_its_sandbox() -> None:
+    look = (
+        "import os\nfor folder, _, names in os.walk('/sandbox'):\n"
+        "  for name in names:\n    print(open(os.path.join(folder, name)).read())"
+    )
+    tests = [{"input": "", "output": "the secret"}, {"call": "1", "output": "the secret"}]
+    result: RewardResult = run(hidden_tests(replace(make_prompt(0), extra={"tests": tests}), look))
+    assert result.metrics["passed"] == 0
+
+
+# -- Harbor ------------------------------------------------------------------------------------------------------------
+
+
+def solution(name: str) -> str:
+    return (TASKS / name / "solution/solve.sh").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in TASKS.iterdir()))
+def test_each_task_that_ships_is_solved_by_its_solution_and_by_nothing_else(name: str) -> None:
+    for command, reward in ((solution(name), 1.0), ("ls /app", 0.0)):
+        lines = iter([call("bash", command=command), "Done."])
+        ended = played(lambda _, lines=lines: next(lines), harbor_task=str(TASKS / name))
+        assert ended.result is not None and ended.result.error is None
+        assert ended.result.reward == pytest.approx(reward, abs=0.3) and ended.metrics["verified"] == 1.0
+
+
+def test_the_tests_of_a_task_come_when_the_agent_has_ended_and_judge_its_files_only() -> None:
+    """What it has put in their places, and what it left running, is gone by then."""
+    heard: list[str] = []
+    cheat = (
+        "ls -R /tests /solution /logs; cat /app/Dockerfile; rm -rf /sandbox/tests /sandbox/logs;"
+        "ln -s /sandbox/work /sandbox/tests; mkdir -p /sandbox/logs/verifier;"
+        "(while :; do echo 1 > /sandbox/logs/verifier/reward.txt; done) >/dev/null 2>&1 &"
+    )
+    lines = iter([call("bash", command=cheat), "Done."])
+
+    def say(text: str) -> str:
+        heard.append(text)
+        return next(lines)
+
+    ended = played(say, harbor_task=str(TASKS / "count_errors"))
+    assert ended.result is not None and ended.result.reward == 0.0
+    assert "test.sh" not in heard[1] and "solve.sh" not in heard[1]
+
+
+def test_an_agent_that_leaves_no_room_for_the_tests_gets_nothing() -> None:
+    lines = iter([call("bash", command="cat /dev/zero > /app/big; chmod 0 /sandbox/logs"), "Done."])
+    ended = played(lambda _: next(lines), harbor_task=str(TASKS / "count_errors"))
+    assert ended.result is not None and (ended.result.reward, ended.result.error) == (0.0, None)
+    assert ended.metrics["verified"] == 0.0
+
+
+def test_the_last_turn_is_judged_too() -> None:
+    ended = played(
+        lambda _: call("bash", command=solution("count_errors")), max_turns=1, harbor_task=str(TASKS / "count_errors")
+    )
+    assert ended.result is not None and ended.result.reward == 1.0
+
+
+# -- one-line programs -------------------------------------------------------------------------------------------------
+
+
+def test_a_program_is_run_repaired_and_judged() -> None:
+    rng = random.Random(0)
+    problems = problems_of("train", {"train": 4}, 0)
+
+    async def all_of_them() -> None:
+        loop = code_world.agent_loop(TOKENIZER)
+        for problem in problems:
+            row = problem.row()
+            extra = {name: row[name] for name in ("program", "test", "tests")}
+            question, run_it, report, repaired = episode(problem, rng, FLAWLESS)
+            prompt = prompt_of(loop, chat=False, question=question, **extra)
+            ended = await episode_of(loop, [run_it, repaired], prompt)
+            assert ended.result is not None and (ended.result.reward, ended.result.error) == (1.0, None)
+            read = TOKENIZER.decode(only(ended).response_ids.tolist(), skip_special_tokens=True)
+            assert read == f"{run_it}{report}{repaired}" and ended.metrics["runs"] == 1.0
+            guessed = await episode_of(loop, [f" {problem.broken.line}"], prompt)
+            assert guessed.result is not None and guessed.result.reward == 0.0
+
+    run(all_of_them())
+
+
+# -- docker ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["docker", "podman"])
+def test_containers_are_sandboxes_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a stand-in of the command: neither docker nor podman is needed."""
+    command = tmp_path / name
+    stand_in = (ROOT / "tests/support/docker_stand_in.py").read_text()
+    command.write_text(f"#!/usr/bin/python3\n{stand_in}")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = replace(SMALL, backend=SandboxBackend(name), image="python:3.12-slim")
+
+    async def inside() -> None:
+        sandbox = await Sandbox.start(config)
+        try:
+            assert (await shell(sandbox, "echo hi > /app/x; cat /app/x")).stdout == b"hi\n"
+            assert (await shell(sandbox, "sleep 60", timeout_s=1.0)).why == "took longer than 1 s"
+            await sandbox.renew()
+            assert (await shell(sandbox, "ls /app")).stdout == b""
+        finally:
+            await sandbox.stop()
+
+    run(inside())
+    assert "'--pids-limit', '33'" in (tmp_path / "calls").read_text()
+
+
+def test_a_task_names_the_image_of_its_container() -> None:
+    task = replace(harbor.read_task(TASKS / "count_errors"), docker_image="made/for:it")
+    assert task.image(replace(SMALL, backend=SandboxBackend.docker)) == "made/for:it"
+    with pytest.raises(harbor.TaskError, match="is made for the image made/for:it: set sandbox.image=FOLDER"):
+        task.image(SMALL)

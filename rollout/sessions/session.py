@@ -45,13 +45,8 @@ class Session:
         codec: ChatCodec,
         limits: SessionLimits,
         takes_sampling: bool = False,
-        is_drafted: bool = False,
     ):
-        """
-        Args:
-            takes_sampling: let requests set the temperature and the like, which otherwise are those of the task.
-            is_drafted: replicas decode speculatively, and refuse what vLLM cannot draft by.
-        """
+        """`takes_sampling` lets requests set the temperature and the like, which otherwise are those of the task."""
         # The name leaves out the attempt, so that a harness that starts again hears the same ids.
         self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
         self.budget = SessionBudget(limits)
@@ -70,7 +65,7 @@ class Session:
         self._task = task
         self._generate = generate
         self._codec = codec
-        self._takes_sampling, self._is_drafted = takes_sampling, is_drafted
+        self._takes_sampling = takes_sampling
         self._calls: dict[int, Call] = {}
         """The calls under way, by number of each of their generations."""
         self._stops: dict[int, str | None] = {}
@@ -96,7 +91,7 @@ class Session:
             BadRequestError: the request cannot be rendered, sampled by, or continued.
         """
         if self._takes_sampling:
-            self._requested_sampling(request)  # refuses before anything begins
+            requested_sampling(self._task.sampling, request.sampling)  # refuses before anything begins
         self.num_requests += 1
         num_least = self._least_tokens(request)
         if self.budget.is_too_long(num_least):  # before anything is rendered
@@ -266,7 +261,7 @@ class Session:
         sampling = self._task.sampling
         end_ids = (*sampling.stop_token_ids, *self._codec.renderer.end_token_ids)
         if self._takes_sampling:
-            sampling = self._requested_sampling(request)
+            sampling = requested_sampling(sampling, request.sampling)
         sampling = replace(
             sampling.reseeded(number),
             max_tokens=room,
@@ -274,9 +269,6 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys(end_ids)),
         )
         return GenerationRequest(request_id=self._request_id(number), prompt_ids=tuple(prompt_ids), sampling=sampling)
-
-    def _requested_sampling(self, request: ChatRequest | PromptRequest) -> SamplingParams:
-        return requested_sampling(self._task.sampling, request.sampling, self._is_drafted)
 
     def _request_id(self, number: int) -> RequestId:
         return replace(self._task.request_id, turn=number)
@@ -314,11 +306,8 @@ def _empty_answer(prompt_ids: tuple[int, ...] = ()) -> Answer:
     )
 
 
-def requested_sampling(
-    default: SamplingParams, requested: Mapping[str, float], is_drafted: bool = False
-) -> SamplingParams:
+def requested_sampling(default: SamplingParams, requested: Mapping[str, float]) -> SamplingParams:
     """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by.
-    `is_drafted`: tokens are drafted.
 
     Example: requested_sampling(SamplingParams(top_p=0.9), {"temperature": 0.0}).top_p == 0.9
     """
@@ -333,8 +322,6 @@ def requested_sampling(
     min_p = requested.get("min_p", default.min_p)
     if not 0 <= min_p <= 1:
         raise _refusal("min_p", min_p, "a number from 0 to 1")
-    if is_drafted and min_p > 0:
-        raise _refusal("min_p", min_p, "0: this server decodes speculatively (rollout.speculative.method)")
     allowed = f"-1 (the whole vocabulary) or an integer from 1 to {MOST_KEPT}"
     top_k = _whole(requested, "top_k", default.top_k, allowed)
     if top_k == 0 or not -1 <= top_k <= MOST_KEPT:

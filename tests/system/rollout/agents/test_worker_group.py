@@ -20,10 +20,9 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt, EpisodesOpen
-from rollout.replica.answers import Answers
 from rollout.replica.client import ReplicaClient
 from rollout.rewards.base import RewardResult
-from rollout.types import GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.launch.cluster import set_up_in
 from tests.support.fakes import make_completion, make_prompt
 from tests.support.rollouts import group_of
@@ -38,9 +37,9 @@ class Replica:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> Answers:
+    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         self.ids += [str(request.request_id) for request in requests]
-        return Answers.of([make_completion([0], [0], "stop")] * len(requests))
+        return [make_completion([0], [0], "stop")] * len(requests)
 
     async def asked(self) -> list[str]:
         return self.ids

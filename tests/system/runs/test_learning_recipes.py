@@ -1,13 +1,13 @@
 """The recipes that learn without a download, each cut short: a model is made here, and what it said is trained."""
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts.observe.audit import audit
+from tests.support.sandboxes import why_not
 from tests.support.whole_runs import SIZES, started, steps_of
 
 STEPS = 2
@@ -47,7 +47,7 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
         ("search_world", "chat", 80, searches),
         pytest.param(
             *("code_world", "chat", 80, runs_programs),
-            marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
+            marks=pytest.mark.skipif(why_not() != "", reason="needs bubblewrap"),
         ),
         pytest.param(
             *("reasoning_gym", "chat", 60, answers_in_a_word),

@@ -1,6 +1,7 @@
 """The ways to start a sandbox: bubblewrap, or the command of docker or podman. Each starts `guest.py` as process 1 of
 something that has files, processes and a network of its own, and talks to it over its stdin and stdout."""
 
+import errno
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ MAX_OPEN_FILES = 256
 UNPRIVILEGED_ID = 61_357
 """The user and group of sandboxes where the run is root's. The kernel does not limit root's processes. No user of any
 distribution has this number."""
+BWRAP = "bwrap"
 PROBE_S = 30.0
 """The deadline of the sandbox that is started to see whether the backend works."""
 
@@ -95,6 +97,14 @@ def guest_settings(config: SandboxConfig, *, writable: Sequence[str], folders: S
     return json.dumps(settings)
 
 
+def _unprivileged() -> tuple[str, ...]:
+    """Return the words before a command by which root runs it as another user. Not `subprocess`'s own `user=`: uvloop,
+    on which agent workers run, does not have it."""
+    if os.geteuid() != 0:
+        return ()
+    return ("setpriv", f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups", "--")
+
+
 class Bubblewrap:
     """Makes sandboxes with bwrap, in namespaces of the kernel.
 
@@ -111,6 +121,8 @@ class Bubblewrap:
 
     @contextmanager
     def launch(self, image: str | None) -> Iterator[Launch]:
+        if shutil.which(BWRAP) is None:  # setpriv would say so in its own words
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), BWRAP)
         program, ours = os.pipe()
         try:
             with os.fdopen(ours, "wb") as pipe:
@@ -120,9 +132,7 @@ class Bubblewrap:
                 "cwd": "/",
                 "env": {"PATH": os.environ.get("PATH", PATH)},
             }
-            if os.geteuid() == 0:
-                options |= {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": ()}
-            yield Launch(argv=self._argv(image, program), options=options)
+            yield Launch(argv=(*_unprivileged(), *self._argv(image, program)), options=options)
         finally:
             os.close(program)
 
@@ -136,10 +146,10 @@ class Bubblewrap:
         environment = ("--clearenv", "--setenv", "PATH", PATH, "--chdir", "/")
         guest = ("python3", "-I", "-S", "-c", guest_source(), self._settings)
         roots = _system() if image is None else _unpacked(Path(image))
-        return ("bwrap", *namespaces, *ends, *roots, *files, *environment, *guest)
+        return (BWRAP, *namespaces, *ends, *roots, *files, *environment, *guest)
 
     def advice(self, error: str) -> str:
-        if shutil.which("bwrap") is None:
+        if shutil.which(BWRAP) is None:
             return "bwrap is not installed: apt-get install bubblewrap, or set sandbox.backend=docker or podman"
         if "python3" in error:
             return "sandbox.image has no python3 on its PATH, which a sandbox needs"

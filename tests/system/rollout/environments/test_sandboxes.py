@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from rollout.environments.sandbox.sandbox import (
     Limit,
@@ -41,6 +42,14 @@ def test_a_command_gets_its_input_and_its_output_and_exit_code_come_back() -> No
             assert flood.is_success and flood.is_cut and len(flood.stdout) == 2**20
 
     asyncio.run(run())
+
+
+def test_it_starts_on_the_event_loop_of_agent_workers() -> None:
+    async def run() -> bytes:
+        async with sandbox_of() as sandbox:
+            return (await sandbox.exec(["echo", "hi"])).stdout
+
+    assert uvloop.run(run()) == b"hi\n"
 
 
 def test_files_stay_for_the_next_command_and_go_with_the_sandbox() -> None:

@@ -1,6 +1,7 @@
 """A command in a process of its own: its output, its errors, and its end with ours."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,8 +24,12 @@ def test_ctrl_c_stops_the_command_once_and_is_raised_when_it_has_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process, "CHILD", STAND_IN)
-    with pytest.raises(KeyboardInterrupt):
-        CommandProcess("interrupted", []).wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            CommandProcess("interrupted", []).wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr() == ("ünder way\nstopped", "told")
 
 

@@ -47,7 +47,7 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
         ("search_world", "chat", 80, searches),
         pytest.param(
             *("code_world", "chat", 80, runs_programs),
-            marks=pytest.mark.skipif(why_not() != "", reason="needs bubblewrap"),
+            marks=[pytest.mark.nightly, pytest.mark.skipif(why_not() != "", reason="needs bubblewrap")],
         ),
         pytest.param(
             *("reasoning_gym", "chat", 60, answers_in_a_word),

@@ -12,7 +12,7 @@ import pytest
 from tests.support.import_name import install_into
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 BLOCK = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = 'model={"warmup_steps": 20}, device="cpu", evaluation={"samples": 1}'

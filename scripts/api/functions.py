@@ -57,8 +57,9 @@ def tool(function: T) -> T:
 def environment(maker: T) -> T:
     """Mark a class, or a function of (prompt), as the maker of the environment of an episode. It stays as it is."""
     _check_call("environment", maker, "prompt")
-    if isinstance(maker, type) and getattr(maker, "step", None) is None:
-        raise TypeError(f"environment {maker.__name__}: has no step(turn)")
+    made: object = maker
+    if isinstance(made, type) and getattr(made, "step", None) is None:
+        raise TypeError(f"environment {made.__name__}: has no step(turn)")
     return maker
 
 
@@ -106,7 +107,9 @@ def _importable(function: Callable[..., Any]) -> str | None:
     """Return `module:name` where a new process finds this very object by it."""
     module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     module = sys.modules.get(module_name or "")
-    if module is None or name is None or module_name == "__main__" or vars(module).get(name) is not function:
+    if module_name is None or module is None or module_name == "__main__":
+        return None
+    if name is None or vars(module).get(name) is not function:
         return None
     file = vars(module).get("__file__")
     if file is None or not _is_found(module_name, Path(file).resolve()):

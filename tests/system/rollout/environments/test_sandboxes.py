@@ -324,15 +324,16 @@ def test_sandboxes_wait_started_and_no_more_run_than_may() -> None:
 def test_a_sandbox_is_reused_only_where_the_config_says_so_and_is_empty_then() -> None:
     async def run() -> None:
         pool = Sandboxes(replace(SMALL, warm=1, max_running=1, reuse=True))
-        async with pool.lent() as first:
-            await shell(first, "touch /work/mine; sleep 60 >/dev/null 2>&1 &")
-        for _ in range(20):  # a new one may come before that is emptied
-            async with pool.lent() as another:
-                outcome = await shell(another, "words=(/proc/[0-9]*); ls /work; echo ${#words[@]}; touch /work/mine")
-                assert outcome.stdout.split() == [b"2"], "process 1 and the shell, and no file"
-            if another is first:
+        look = "words=(/proc/[0-9]*); ls /work; echo ${#words[@]}; touch /work/mine; sleep 60 >/dev/null 2>&1 &"
+        seen: list[Sandbox] = []
+        for _ in range(20):  # a new one may come before one that is emptied
+            async with pool.lent() as sandbox:
+                outcome = await shell(sandbox, look)
+            assert outcome.stdout.split() == [b"2"], "process 1 and the shell, and no file"
+            if is_reused := sandbox in seen:
                 break
-        assert another is first
+            seen.append(sandbox)
+        assert is_reused
         await pool.close()
 
     asyncio.run(run())

@@ -43,7 +43,7 @@ def train(invocation: Invocation) -> Ended:
     from scripts.plan.preview import refuse_agent_loop
 
     device = resolve_device(invocation.config)
-    check_model(invocation.config, trains=True, updates=True)
+    check_model(invocation.config, trains=True, updates=True, device=device)
     check_engine(invocation.config)
     check_world(invocation.config, TRAIN_AND_VAL)
     refuse_without_sandboxes(invocation.config)

@@ -16,7 +16,7 @@ from configs.checkpoint import LATEST, is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
 from configs.data import NO_FILES, Generated, parse_sources
-from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
@@ -137,6 +137,8 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
         )
+    if names_experts(lora.targets):
+        yield from _expert_adapter_problems(config)
     if lora.serve is LoraServing.adapter:
         if lora.rank > max(SERVED_RANKS):
             yield Problem("model.lora.rank", f"at most {max(SERVED_RANKS)} with model.lora.serve=adapter, as in vLLM")
@@ -150,6 +152,20 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem("model.lora.served_path", allowed)
     if config.weight_sync.delta:
         yield Problem("weight_sync.delta", f"with model.lora.rank={lora.rank}, must be false: only the adapter travels")
+
+
+def _expert_adapter_problems(config: Config) -> Iterator[Problem]:
+    """Yield what adapters of experts cannot be combined with."""
+    lora, trainer = config.model.lora, config.trainer
+    if lora.serve is LoraServing.adapter:
+        allowed = "must be merged for adapters of experts (model.lora.targets), which vLLM would need in another form"
+        yield Problem("model.lora.serve", allowed)
+    if lora.dropout > 0:
+        yield Problem("model.lora.dropout", "must be 0 for adapters of experts, whose weights are merged to compute")
+    if trainer.expert_parallel:
+        yield Problem("trainer.expert_parallel", "must be false for adapters of experts (model.lora.targets)")
+    if trainer.compile:
+        yield Problem("trainer.compile", "must be false for adapters of experts (model.lora.targets): untested")
 
 
 def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:

@@ -84,7 +84,7 @@ class AdaptedExperts:
         """`names`: of the weights that get one."""
         self._experts, self._scale = experts, scale
         self._plain = copy.copy(experts)  # the same forward, with other tensors for every call
-        self._plain._parameters, self._plain._modules = dict(experts._parameters), {}
+        self._plain._parameters, self._plain._modules = dict(experts._parameters), dict(experts._modules)
         adapters = {name: StackedAdapter(experts.get_parameter(name), rank) for name in names}
         experts.add_module(OF_EXPERTS, nn.ModuleDict(adapters))
 

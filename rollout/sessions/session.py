@@ -317,8 +317,8 @@ def _empty_answer(prompt_ids: tuple[int, ...] = ()) -> Answer:
 def requested_sampling(
     default: SamplingParams, requested: Mapping[str, float], is_drafted: bool = False
 ) -> SamplingParams:
-    """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by.
-    `is_drafted`: tokens are drafted.
+    """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by:
+    with `is_drafted`, where replicas decode speculatively, min_p is one of them.
 
     Example: requested_sampling(SamplingParams(top_p=0.9), {"temperature": 0.0}).top_p == 0.9
     """

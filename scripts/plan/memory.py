@@ -10,7 +10,7 @@ from configs.model import LoraServing, names_experts
 from configs.rollout import MOST_KEPT, TIES
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
-from scripts.plan.model_shape import LayerShape, ModelShape
+from scripts.plan.model_shape import LayerShape, Mixture, ModelShape
 
 FLOAT32 = 4
 NUM_BYTES = {DType.float32: 4, DType.bfloat16: 2}
@@ -162,8 +162,7 @@ def _pass_parts(config: Config, shape: ModelShape, device: str) -> Iterator[Part
         reduced = shape.rest_parameters + layer if trains_all else 0
         yield Part("gathered gradients", reduced * (width + FLOAT32), "trainer.dtype")
     if shape.mixture is not None and not trains_all and names_experts(config.model.lora.targets):
-        merged = shape.mixture.layer_parameters * (2 * FLOAT32 + width)  # on their way, and as they are
-        yield Part("experts with adapters merged", merged, "model.lora.targets")
+        yield Part("experts with adapters merged", _merged_experts(config, shape.mixture), "model.lora.targets")
     if experts:
         yield Part("own experts at work", _experts_at_work(config, shape, experts), "trainer.num_ranks")
     if (activations := activation_bytes(config, shape)) is not None:
@@ -186,6 +185,14 @@ def _experts_at_work(config: Config, shape: ModelShape, layer_parameters: int) -
     copies = copied * width if width < FLOAT32 else 0
     on_their_way = layer_parameters * (width + FLOAT32) if config.model.lora.rank is None else 0
     return (copies + on_their_way) / config.trainer.num_ranks
+
+
+def _merged_experts(config: Config, mixture: Mixture) -> int:
+    """Return what experts with adapters take to compute: those of a layer twice in float32 on their way, and as they
+    are in trainer.dtype, kept of every layer where nothing is recomputed."""
+    is_kept = config.trainer.gradient_checkpointing is GradientCheckpointing.none
+    kept = mixture.num_parameters if is_kept else mixture.layer_parameters
+    return mixture.layer_parameters * 2 * FLOAT32 + kept * NUM_BYTES[config.trainer.dtype]
 
 
 def kept_at_most(config: Config) -> int:

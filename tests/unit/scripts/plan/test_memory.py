@@ -97,6 +97,7 @@ def test_an_adapter_leaves_the_weights_frozen_and_trains_its_factors() -> None:
     assert found["moments"] == pytest.approx(factors * 8 / 4)
 
 
+KEEP_ALL = GradientCheckpointing.none
 # Four fifths of the billion, and of each layer.
 MIXED = replace(
     BILLION,
@@ -117,7 +118,7 @@ def test_divided_experts_are_not_gathered_and_have_a_share_of_the_gradients() ->
     assert divided["gradients, whole"] == pytest.approx(4 * (0.2 + 0.8 / 4))
     at_work = divided["own experts at work"]
     assert at_work == pytest.approx(0.04 / 4 * (2 + 2 + 4)) and "own experts at work" not in gathered
-    every_layer = mixed(trainer__expert_parallel=True, trainer__gradient_checkpointing=GradientCheckpointing.none)
+    every_layer = mixed(trainer__expert_parallel=True, trainer__gradient_checkpointing=KEEP_ALL)
     assert every_layer["own experts at work"] - at_work == pytest.approx((0.8 - 0.04) / 4 * 2)
     fits, most = {"trainer__expert_parallel": True}, 1000  # of 0.8 GB, where all would be 4 GB
     assert "gradients" in mixed(trainer__unsharded_gradients_mb=most)
@@ -125,6 +126,8 @@ def test_divided_experts_are_not_gathered_and_have_a_share_of_the_gradients() ->
     adapted = mixed(model__lora__rank=8, model__lora__targets=["q_proj", "experts"])
     assert adapted["weights"] == pytest.approx(8 * (4096 + 10**6) * 4 / 4 / 1e9)
     assert adapted["experts with adapters merged"] == pytest.approx(0.04 * (8 + 2))
+    none = mixed(model__lora__rank=8, model__lora__targets=["experts"], trainer__gradient_checkpointing=KEEP_ALL)
+    assert none["experts with adapters merged"] == pytest.approx(0.04 * 8 + 0.8 * 2), "each layer's, until backward"
     frozen = mixed(model__lora__rank=8, **fits)
     assert frozen["own experts at work"] == pytest.approx(0.04 / 4 * 2)
 

@@ -25,7 +25,7 @@ class Answers:
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> Self:
-        """Take out of every completion what its routes begin with as those of the first that has some do."""
+        """Take out of every completion the first rows of routes that it has in common with the first that has any."""
         routed = [completion.routes for completion in completions if completion.routes is not None]
         if len(routed) < 2:
             return cls(parts=tuple(completions), num_shared=(0,) * len(completions), shared=None)

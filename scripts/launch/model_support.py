@@ -49,7 +49,7 @@ def check_model(config: Config, *, trains: bool, updates: bool, device: str | No
     Args:
         trains: whether the trainer loads the model.
         updates: whether replicas take its weights from the trainer.
-        device: "cpu" or "cuda", where the command runs replicas with adapters.
+        device: "cpu" or "cuda", on which replicas may serve an adapter. None: they serve none.
 
     Raises:
         ConfigError: a line for each problem.

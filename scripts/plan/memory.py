@@ -142,7 +142,7 @@ def _divided(config: Config, shape: ModelShape) -> int:
 
 
 def _gradients(config: Config, trained: int, divided: int) -> Part:
-    """`divided`: those of the trained parameters that are never whole on a rank."""
+    """Return the part of gradients. `divided` of the trained parameters are never whole on a rank."""
     ranks, most = config.trainer.num_ranks, config.trainer.unsharded_gradients_mb
     whole = (trained - divided) * FLOAT32
     if ranks == 1 or whole > most * 2**20:

@@ -147,7 +147,7 @@ def _headers(key: str, files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, 
 
 
 def _shape(tensors: Tensors, layer: LayerShape | None, experts: tuple[int, int] | None) -> ModelShape:
-    """`experts`: of a layer, and of a token."""
+    """Return the shape. `experts` are the numbers of those of a layer and of a token."""
     per_layer: Counter[str] = Counter()
     experts_per_layer: Counter[str] = Counter()
     linear: list[tuple[str, int]] = []

@@ -81,7 +81,7 @@ class AdaptedExperts:
     """Computes stacked experts with their adapters, and takes the place of their forward."""
 
     def __init__(self, experts: Any, names: list[str], rank: int, scale: float):
-        """`names`: of the weights that get one."""
+        """Put an adapter beside each weight of `names`."""
         self._experts, self._scale = experts, scale
         self._plain = copy.copy(experts)  # the same forward, with other tensors for every call
         self._plain._parameters, self._plain._modules = dict(experts._parameters), dict(experts._modules)
@@ -169,8 +169,8 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
 
 
 def _expert_weights(causal_lm: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the weights of stacked experts, without biases, by the names of their modules: each by its name in the
-    model, with the one that it has there."""
+    """Return the names of the weights of stacked experts, without biases, by the names of their modules: that in the
+    model -> that in the module."""
     return {
         name: {f"{name}.{own}": own for own, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
         for name, experts in stacked_experts(causal_lm)
@@ -178,8 +178,8 @@ def _expert_weights(causal_lm: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def _chosen(weights: dict[str, str], targets: list[str]) -> list[str]:
-    """Return those of the weights of a module of `_expert_weights` that a target names: by the end of the module's
-    name, or, with a dot, of their own. `all_linear` names none."""
+    """Return the weights of a module of `_expert_weights` that a target names: by the end of the module's name, or,
+    with a dot, by the end of the weight's. `all_linear` names none."""
     return [
         own
         for name, own in weights.items()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def steps(paths: dict[str, str]) -> list[list[TrajectoryGroup]]:
     """Some inputs go where the sampler sent them. In the last step, one group learns: other ranks have no token of
     their own, and compute those of the first."""
-    model = double(loaded(Path(paths["qwen3_moe"])))
+    model: Any = double(loaded(Path(paths["qwen3_moe"])))
     model.config._experts_implementation = "eager"  # the other one has no float64
     some = [groups(model, seed=seed, temperature=0.8) for seed, groups in enumerate((random_groups, branched_groups))]
     return [with_random_routes(groups, layers=4, num_experts=4, top_k=2) for groups in (*some, some[0][:1])]

@@ -271,7 +271,7 @@ def test_a_base_that_is_gone_or_another_one_is_not_merged_into(checkpoint: Check
 def test_adapters_of_experts_are_the_same_on_two_ranks_and_their_export_is_merged(tmp_path: Path) -> None:
     """FSDP2 shards them by experts; a checkpoint of two ranks goes on in one."""
     random_model("qwen3_moe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "model")
-    sampler = double(loaded(tmp_path / "model"))
+    sampler: Any = double(loaded(tmp_path / "model"))
     sampler.config._experts_implementation = "eager"  # the other one has no float64
     steps = [random_groups(sampler, seed=seed, temperature=0.8) for seed in range(SAVED_AT + 1)]
     alone, both = (Job(EXPERTS, str(tmp_path / "model"), pack(steps, Layout.packed, ranks)) for ranks in (1, 2))

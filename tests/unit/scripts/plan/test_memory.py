@@ -240,7 +240,8 @@ def test_a_layer_keeps_what_autograd_saves(dtype: torch.dtype) -> None:
     """The estimate leaves out rotations, and each head's sum in attention."""
     shape = model_shape(Config())
     assert shape is not None and shape.layer is not None
-    model = build_model(448, seed=0).to(dtype)
+    model: Any = build_model(448, seed=0)
+    model.to(dtype)
     of_weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
     kept = []

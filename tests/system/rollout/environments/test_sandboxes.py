@@ -347,11 +347,10 @@ def test_a_sandbox_is_reused_only_where_the_config_says_so_and_is_empty_then() -
 
 def test_waiting_for_a_sandbox_has_a_deadline_that_names_the_keys() -> None:
     async def run() -> None:
-        pool = Sandboxes(replace(SMALL, warm=1, max_running=1, start_timeout_s=10.0))
+        pool = Sandboxes(replace(SMALL, warm=1, max_running=1, wait_timeout_s=0.2))
         held = await pool.take()
-        pool.config = replace(pool.config, start_timeout_s=0.2)
         with pytest.raises(
-            TimeoutError, match="sandbox.max_running=1 sandboxes took longer than sandbox.start_timeout_s"
+            TimeoutError, match="sandbox.max_running=1 sandboxes took longer than sandbox.wait_timeout_s"
         ):
             await pool.take()
         pool.give_back(held)

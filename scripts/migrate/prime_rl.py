@@ -19,6 +19,7 @@ from scripts.migrate.settings import flat
 
 SAMPLING = "orchestrator.train.sampling"
 GROUP = ("orchestrator.group_size", "orchestrator.rollouts_per_example", "rollouts_per_example")
+LENGTH = "orchestrator.train.sampling.max_completion_tokens"
 LENGTHS = ("orchestrator.seq_len", "seq_len")
 PARALLEL = ("inference.parallel.tp", "inference.vllm.tensor_parallel_size")
 
@@ -125,7 +126,7 @@ RULES = Rules(
         "max_steps": lambda value, _: (
             Here({"trainer.total_steps": int(value)}) if value else Nothing("it does not end: set trainer.total_steps")
         ),
-        "orchestrator.train.sampling.max_completion_tokens": _length,
+        LENGTH: _length,
         **{f"{section}.project": _wandb for section in ("wandb", "monitors.wandb")},
         "wandb.name": under_the_name("wandb.name"),
         "trainer.model.ac": _checkpointing,
@@ -135,6 +136,9 @@ RULES = Rules(
         "trainer.model.ep": lambda value, _: Here({"trainer.expert_parallel": int(value) > 1}, "by all ranks"),
         "trainer.model.attn": lambda value, _: Here({"trainer.attention": "auto"}, "by device and layout"),
         "trainer.model.seq_len": under_the_name("trainer.tokens_per_micro_batch", "tokens of one pass"),
+        LENGTHS[0]: lambda value, theirs: (
+            Covered() if theirs.get(LENGTH) is None else Nothing("no sequence is cut: rollout.max_response_tokens")
+        ),
         "seq_len": under_the_name("trainer.tokens_per_micro_batch", "tokens of one pass; no response is cut by it"),
         "weight_broadcast.type": renamed(
             "weight_sync.transport", {"nccl": "collective", "filesystem": "filesystem"}, "see docs/weight-sync.md"
@@ -157,7 +161,7 @@ RULES = Rules(
         "slurm": "scripts/deploy/slurm.sh starts a run under Slurm",
     },
     defaults={
-        "orchestrator.train.sampling.max_completion_tokens": None,
+        LENGTH: None,
         "orchestrator.batch_size": 128,
         GROUP[0]: 1,
         "orchestrator.max_off_policy_steps": 8,
@@ -170,7 +174,7 @@ RULES = Rules(
         "max_steps": None,
     },
     other_names={
-        "orchestrator.train.sampling.max_completion_tokens": ("orchestrator.sampling.max_tokens",),
+        LENGTH: ("orchestrator.sampling.max_tokens",),
         "orchestrator.batch_size": ("batch_size", "orchestrator.token_batch_size"),
         GROUP[0]: GROUP[1:],
         "orchestrator.max_off_policy_steps": ("max_off_policy_steps", "max_async_level"),

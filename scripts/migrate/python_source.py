@@ -42,11 +42,10 @@ def read_python(text: str) -> list[Setting]:
         if callee in (*CONFIGS, *TRAINERS, "LoraConfig"):
             settings += [_unread(callee, f"**{ast.unparse(word.value)}") for word in call.keywords if word.arg is None]
     settings += _set_later(tree, names)
-    if not settings and any(
-        isinstance(node, ast.Name) and node.id in ("SFTConfig", "SFTTrainer") for node in ast.walk(tree)
-    ):
-        raise UnreadableError(f"SFTTrainer {INSTEAD}")
     if not settings:
+        called = {_last_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if fine_tuning := called & {"SFTConfig", "SFTTrainer"}:
+            raise UnreadableError(f"{max(fine_tuning)} {INSTEAD}")
         raise UnreadableError(f"has no call of {', '.join((*CONFIGS, *TRAINERS))}")
     return settings
 
@@ -80,19 +79,20 @@ def _set_later(tree: ast.Module, names: Mapping[str, ast.expr]) -> list[Setting]
     """Return what is assigned to attributes of a config, or of a trainer's `args`."""
     settings: list[Setting] = []
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, _value(node.value, names)
+        elif isinstance(node, ast.AugAssign):
+            targets, value = [node.target], Unknown(ast.unparse(node))
+        else:
+            continue
         for target in targets:
-            if not isinstance(target, ast.Attribute):
-                continue
-            owner = target.value
-            if not (_makes(owner, names, CONFIGS) or isinstance(owner, ast.Attribute) and owner.attr == "args"):
-                continue
-            is_plain = isinstance(node, ast.Assign)
-            value = _value(node.value, names) if is_plain else Unknown(ast.unparse(node))  # pyright: ignore
-            settings.append(Setting(target.attr, value))
+            if isinstance(target, ast.Attribute) and _is_config(target.value, names):
+                settings.append(Setting(target.attr, value))
     return settings
+
+
+def _is_config(node: ast.expr, names: Mapping[str, ast.expr]) -> bool:
+    return _makes(node, names, CONFIGS) or (isinstance(node, ast.Attribute) and node.attr == "args")
 
 
 def _makes(node: ast.expr, names: Mapping[str, ast.expr], callees: tuple[str, ...]) -> bool:

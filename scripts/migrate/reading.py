@@ -79,7 +79,9 @@ def _of_script(text: str, framework: str) -> list[Setting]:
     read_words = overrides_of if framework in ("verl", "skyrl") else options_of
     commands = [command for command in shell.commands if _starts(command, framework)]
     command = max(commands, key=lambda command: len(read_words(command)), default=[])
-    if fine_tuning := [word for word in command if SFT.fullmatch(word)]:
+    before = dict(zip(command[1:], command, strict=False))
+    programs = [word for word in command if before.get(word) in ("-m", "trl") or word.endswith(".py")]
+    if fine_tuning := [word for word in programs if SFT.fullmatch(word) and "=" not in word]:
         raise UnreadableError(f"{fine_tuning[0]} {INSTEAD}")
     unread = unread_words(command) if read_words is overrides_of else []
     doubts = [Setting(name, Unread(why)) for name, why in shell.doubts.items()]

@@ -197,16 +197,12 @@ def unread_words(command: list[str]) -> list[Setting]:
         word, position = words[position], position + 1
         if re.match(r"[0-9]*&?[<>]", word):  # a redirection, with its file
             position += word.endswith((">", "<"))
-        elif word.startswith("~"):
+        elif re.match(r"~\w", word):
             settings.append(Setting(word, Unread("deletes a setting of theirs, and is not read")))
         elif word.replace(MARK, "") and not OVERRIDE.match(word):
-            if (
-                word.startswith("-")
-                and "=" not in word
-                and position < len(words)
-                and not OVERRIDE.match(words[position])
-            ):
-                word, position = f"{word} {words[position]}", position + 1
+            following = words[position : position + 1]
+            if word.startswith("-") and "=" not in word and following and not OVERRIDE.match(following[0]):
+                word, position = f"{word} {following[0]}", position + 1
             settings.append(Setting(word.replace(MARK, ""), Unread("no setting of a known form: it is not read")))
     return settings
 

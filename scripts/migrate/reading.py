@@ -18,7 +18,7 @@ MARKS = {
         r"\bskyrl|generator\.(inference_engine|n_samples|sampling_params|num_inference)", re.IGNORECASE
     ),
     "verl": re.compile(r"\bverl\b|\bmain_(ppo|dapo)\b|actor_rollout_ref\."),
-    "prime_rl": re.compile(r"\bprime[-_]rl\b|^\s*\[(orchestrator|inference|deployment)\b", re.MULTILINE),
+    "prime_rl": re.compile(r"\bprime[-_]rl\b|^\s*\[{1,2}(orchestrator|inference|deployment)\b", re.MULTILINE),
     "trl": re.compile(r"\btrl\b|\bGRPO(Config|Trainer)\b|num_generations|per_device_train_batch_size"),
 }
 """Signs of a file of each framework, in the order in which they are looked for."""

@@ -26,7 +26,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """What is said in a place that is not read.
+    """A place of theirs that is not read, and why.
 
     Example: Setting("--config-name=other.yaml", Unread("no setting; its file is not read"))
     """

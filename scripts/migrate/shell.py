@@ -47,7 +47,7 @@ class Shell:
     arrays: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     doubts: dict[str, str] = field(default_factory=dict)
-    """What is to be told of variables that a condition decides."""
+    """Notes on the variables that a condition decides, by their names."""
 
     def read(self, text: str) -> None:
         depth = 0

@@ -54,8 +54,8 @@ class Rules:
     nothing: Mapping[str, str]
     """Reasons for which keys of these beginnings have no counterpart, the longest first."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values that their framework takes where the file is silent, of keys whose default differs here. It may be the same
-    for keys in which others are counted."""
+    """Values that their framework takes where the file is silent, of keys whose default differs here. It may be the
+    same for keys in which others are counted."""
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Other names of keys with a default, which does not count where the file uses one of them."""
     always: Mapping[str, Any] = field(default_factory=dict)

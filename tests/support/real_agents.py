@@ -22,7 +22,7 @@ from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode
 from rollout.sessions import harness_loop
 from rollout.sessions.harness import Connection, HarnessError, HarnessTask
-from rollout.sessions.harness_loop import HarnessLoop, make_host
+from rollout.sessions.harness_loop import HarnessLoop, SessionHost
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import FAMILY, SAY, Policy, episode_task
 
@@ -128,7 +128,7 @@ def run_program(program: Program, say: SAY, monkeypatch: pytest.MonkeyPatch) -> 
     policy = Policy(say)
 
     async def main() -> Episode:
-        host = make_host(config, chat_tokenizer(FAMILY))
+        host = SessionHost.of(config, chat_tokenizer(FAMILY))
         try:
             loop = HarnessLoop(program, host, config.sessions)
             return await loop.run_episode(episode_task(max_tokens=MAX_TOKENS), policy.generate)

@@ -272,8 +272,8 @@ def test_every_snippet_has_a_form_that_runs_on_a_laptop(
             tokenizers[key] = load(config)
         return tokenizers[key]
 
-    load = preview._tokenizer  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(preview, "_tokenizer", tokenizer)
+    load = preview.load_policy_tokenizer
+    monkeypatch.setattr(preview, "load_policy_tokenizer", tokenizer)
     given = training(shlex.split(heads[-1].partition(": ")[2]))
     assert given is not None and "..." not in str(given)
     ((config, *_),) = [(resolve(*job),) for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs()]

@@ -105,6 +105,8 @@ class AgentReport:
     exchanges: tuple[Exchange, ...]
     left_out: tuple[str, ...]
     """The fields of its requests that were left out."""
+    own_sampling: tuple[str, ...]
+    """The parameters of sampling that it asked for."""
     num_answers: int
     rows: tuple[Row, ...]
     forks: Mapping[str, int] = field(default_factory=dict)
@@ -159,7 +161,8 @@ class Key:
 def keys_to_set(report: AgentReport) -> list[Key]:
     """Return the keys besides that of the agent which suit what was seen: lengths always, and other limits where an
     episode that takes a few times longer would reach them."""
-    limits, growth = report.limits, max(0, report.longest_prompt - report.first_prompt) + report.sampled_tokens
+    limits = report.limits
+    growth = max(report.sampled_tokens, *(row.tokens - row.prompt_tokens for row in report.rows), 0)
     keys = [
         Key(
             name="data.max_prompt_tokens",
@@ -174,7 +177,7 @@ def keys_to_set(report: AgentReport) -> list[Key]:
     ]
     if report.num_answers * TURN_MARGIN > limits.max_turns and report.limit is None:
         turns = str(report.num_answers * TURN_MARGIN)
-        keys.append(Key(name="sessions.max_turns", value=turns, why=f"it had {report.num_answers} answers"))
+        keys.append(Key(name="sessions.max_turns", value=turns, why=f"it had {_count(report.num_answers, 'answer')}"))
     if (least_s := _round_up(report.seconds * TIME_MARGIN, 60)) > limits.timeout_s:
         keys.append(Key(name="sessions.timeout_s", value=str(least_s), why=f"it took {report.seconds:.0f} s"))
         if least_s >= limits.group_timeout_s:
@@ -192,7 +195,7 @@ def report_text(report: AgentReport) -> str:
         report.key: _ending(report),
         "what it asked for": _asked(report.exchanges),
         "refused": _refusals(report.exchanges),
-        "left out, which the policy does not read": report.left_out or ("nothing",),
+        "left out": _left_out(report),
         "what would be trained": _trained(report),
         f"tokens, by the tokenizer of {report.tokenizer}": _tokens(report),
         "keys to set": _keys(report),
@@ -225,7 +228,7 @@ def _asked(exchanges: Sequence[Exchange]) -> Iterator[str]:
         if parameters := _parameters(bodies):
             yield f"  parameters: {', '.join(parameters)}"
         if tools := list(dict.fromkeys(name for body in bodies for name in _tool_names(body.get("tools")))):
-            yield f"  {len(tools)} tools: {', '.join(tools)}"
+            yield f"  {_count(len(tools), 'tool')}: {', '.join(tools)}"
 
 
 def _parameters(bodies: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -264,11 +267,18 @@ def _refusals(exchanges: Sequence[Exchange]) -> Iterator[str]:
         yield "nothing"
 
 
+def _left_out(report: AgentReport) -> Iterator[str]:
+    yield from (f"{name}, which the policy does not read" for name in report.left_out)
+    yield from (f"{name}: answers are sampled as rollout.{name} says" for name in report.own_sampling)
+    if not report.left_out and not report.own_sampling:
+        yield "nothing"
+
+
 def _trained(report: AgentReport) -> Iterator[str]:
-    yield f"{report.num_answers} answers in {len(report.rows)} rows"
+    yield f"{_count(report.num_answers, 'answer')} in {_count(len(report.rows), 'row')}"
     for number, row in enumerate(report.rows, 1):
         yield (
-            f"row {number}: a prompt of {row.prompt_tokens:,} tokens, then {row.num_answers} answers, "
+            f"row {number}: a prompt of {row.prompt_tokens:,} tokens, then {_count(row.num_answers, 'answer')}, "
             f"{row.tokens:,} tokens in all"
         )
     for name, count in report.forks.items():
@@ -291,6 +301,10 @@ def _keys(report: AgentReport) -> Iterator[str]:
     yield from (f"{key.override:<{width}}  # {key.why}" for key in keys)
     context = sum(int(key.value) for key in keys[:2])
     yield f"and a model that supports {context:,} tokens"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _times(count: int) -> str:

@@ -244,6 +244,7 @@ def _report(
         key=f"rollout.{agent}",
         exchanges=tuple(host.recorder.exchanges),
         left_out=tuple(sorted(host.opened.left_out)),
+        own_sampling=tuple(dict.fromkeys(name for each in transcript.generations for name in each.sampling)),
         num_answers=len(transcript.generations),
         rows=tuple(
             Row(num_answers=len(row), prompt_tokens=len(row[0].prompt_ids), tokens=len(row[-1].token_ids))

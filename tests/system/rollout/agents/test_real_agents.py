@@ -2,19 +2,20 @@
 
 import base64
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from rollout.sessions.harness import Connection
+from configs.named_agents import NAMED_AGENTS, NamedAgent
 from rollout.types import GenerationRequest
-from tests.support.agent_installs import INSTALLS
-from tests.support.real_agents import Program, Request, check_reading, check_tokens, refused, run_program
+from tests.support.agent_installs import INSTALLS, Install
+from tests.support.real_agents import check_reading, check_tokens, run_agent
 
 pytestmark = [pytest.mark.slow]
-TASK = "What is 6 times 7?"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
@@ -32,8 +33,8 @@ def call(name: str, **arguments: object) -> str:
 
 
 @dataclass(frozen=True)
-class Agent:
-    program: Callable[[], Program]
+class Trial:
+    agent: NamedAgent
     turns: Sequence[str]
     """The answers of the policy, by the number of its own turns that it reads."""
 
@@ -42,44 +43,20 @@ class Agent:
         return self.turns[min(number, len(self.turns) - 1)]
 
 
-# -- command lines -----------------------------------------------------------------------------------------------------
+# -- programs that are no commands -------------------------------------------------------------------------------------
 
 
-def claude_code() -> Program:
-    def command(folder: Path, connection: Connection) -> list[str]:
-        (folder / "x.png").write_bytes(PNG)
-        (folder / "x.pdf").write_bytes(PDF)
-        tools = ["--allowedTools", "Bash(echo:*)", "Read"]
-        return [str(INSTALLS["claude-code"].path), "-p", TASK, "--model", "policy", *tools]
-
-    return Program(command)
-
-
-def codex(model: str) -> Program:
+def codex(model: str) -> NamedAgent:
     """Codex has other tools for models that it knows: `apply_patch` is a custom tool of some, and others get all tools
     in namespaces among the items of the input."""
-
-    def command(folder: Path, connection: Connection) -> list[str]:
-        (folder / "x.png").write_bytes(PNG)
-        (folder / ".codex").mkdir()
-        (folder / ".codex/config.toml").write_text(
-            f'model = "{model}"\nmodel_provider = "session"\n[model_providers.session]\nname = "session"\n'
-            f'base_url = "{connection.url}/v1"\nenv_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
-        )
-        may = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        return [str(INSTALLS["codex"].path), "exec", *may, TASK]
-
-    return Program(command)
+    agent = NAMED_AGENTS["codex"]
+    settings = {path: text.replace('model = "policy"', f'model = "{model}"') for path, text in agent.files.items()}
+    return replace(agent, files=settings)
 
 
-def opencode() -> Program:
-    def command(folder: Path, connection: Connection) -> list[str]:
-        options = {"baseURL": f"{connection.url}/v1", "apiKey": connection.key}
-        provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": {"policy": {}}}
-        (folder / "opencode.json").write_text(json.dumps({"provider": {"session": provider}}))
-        return [str(INSTALLS["opencode"].path), "run", "--model", "session/policy", TASK]
-
-    return Program(command)
+def script(name: str, file: str, text: str, *argv: str) -> NamedAgent:
+    """A script, which an agent's own interpreter runs. It is a template, as settings are: "$" is "$$"."""
+    return NamedAgent(name=name, argv=argv, install="", context=0, files={file: text.replace("$", "$$")})
 
 
 AI_SDK = """
@@ -104,23 +81,13 @@ console.log(text);
 """
 
 
-def ai_sdk() -> Program:
-    def command(folder: Path, connection: Connection) -> list[str]:
-        (folder / "node_modules").symlink_to(INSTALLS["ai-sdk"].folder / "node_modules")
-        (folder / "agent.mjs").write_text(AI_SDK)
-        return ["node", "agent.mjs"]
-
-    return Program(command)
+def ai_sdk() -> NamedAgent:
+    modules = shlex.quote(str(INSTALLS["ai-sdk"].folder / "node_modules"))
+    return script("ai-sdk", "agent.mjs", AI_SDK, "sh", "-c", f"ln -s {modules} node_modules && exec node agent.mjs")
 
 
-def python(name: str, text: str, **environment: str) -> Callable[[], Program]:
-    """A program of Python, run by the interpreter of an agent's own packages."""
-
-    def command(folder: Path, connection: Connection) -> list[str]:
-        (folder / "agent.py").write_text(text)
-        return [str(INSTALLS[name].path), "agent.py"]
-
-    return lambda: Program(command, **environment)
+def python(name: str, text: str) -> NamedAgent:
+    return script(name, "agent.py", text, str(INSTALLS[name].path), "agent.py")
 
 
 OPENAI_AGENTS = """
@@ -181,27 +148,12 @@ def calculator(expression: str) -> str:
 model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 print(ToolCallingAgent(tools=[calculator], model=model).run("What is 6 times 7?"))
 """
-MINI_SWE_AGENT = """
-from pathlib import Path
-
-import yaml
-from minisweagent import package_dir
-from minisweagent.agents.default import DefaultAgent
-from minisweagent.environments.local import LocalEnvironment
-from minisweagent.models.litellm_model import LitellmModel
-
-config = yaml.safe_load((Path(package_dir) / "config/mini.yaml").read_text())
-model = LitellmModel(**{**config["model"], "model_name": "openai/policy", "cost_tracking": "ignore_errors"})
-agent_config = {name: config["agent"][name] for name in ("system_template", "instance_template")}
-agent = DefaultAgent(model, LocalEnvironment(**config.get("environment", {})), **agent_config)
-print(agent.run("What is 6 times 7?"))
-"""
 THOUGHT = "<think>\nTwo products, and their sum.\n</think>\n\n"
 PRODUCTS = [THOUGHT + call("calculator", expression="4 * 7"), call("calculator", expression="28 + 14")]
 
-AGENTS = {
-    "claude-code": Agent(
-        claude_code,
+TRIALS = {
+    "claude-code": Trial(
+        NAMED_AGENTS["claude_code"],
         [
             call("Bash", command="echo 28", description="Say 28"),
             call("Read", file_path="x.png"),
@@ -209,67 +161,83 @@ AGENTS = {
             "It is 42.",
         ],
     ),
-    "codex": Agent(
-        lambda: codex("policy"),
+    "codex": Trial(
+        NAMED_AGENTS["codex"],
         [
             call("exec_command", cmd="echo 28") + "\n" + call("multi_agent_v1__close_agent", target="nobody"),
             call("view_image", path="x.png"),
             "It is 42.",
         ],
     ),
-    "codex with apply_patch": Agent(
-        lambda: codex("gpt-5.5"),
+    "codex with apply_patch": Trial(
+        codex("gpt-5.5"),
         [
             call("apply_patch", input="*** Begin Patch\n*** Add File: a.txt\n+28 and 14\n*** End Patch\n"),
             call("exec_command", cmd="cat a.txt"),
             "It is 42.",
         ],
     ),
-    "codex in code": Agent(
-        lambda: codex("gpt-6.1-sol"),
+    "codex in code": Trial(
+        codex("gpt-6.1-sol"),
         [
             call("exec", input="text(await tools.exec_command({cmd: 'echo 28'}))"),
             call("collaboration__list_agents"),
             "It is 42.",
         ],
     ),
-    "opencode": Agent(opencode, [call("bash", command="echo 28", description="Say 28"), "It is 42."]),
-    "ai-sdk": Agent(ai_sdk, [*PRODUCTS, "It is 42."]),
-    "openai-agents": Agent(python("openai-agents", OPENAI_AGENTS), [*PRODUCTS, "It is 42."]),
-    **{
-        f"pydantic-ai over {api}": Agent(
-            python("pydantic-ai", PYDANTIC_AI.replace("API", api)), [*PRODUCTS, call("final_result", value=42)]
-        )
-        for api in ("openai-chat", "openai-responses", "anthropic")
-    },
-    "langchain": Agent(python("langchain", LANGCHAIN), [*PRODUCTS, "It is 42."]),
-    "smolagents": Agent(python("smolagents", SMOLAGENTS), [*PRODUCTS, call("final_answer", answer="42")]),
-    "mini-swe-agent": Agent(
-        python("mini-swe-agent", MINI_SWE_AGENT, LITELLM_LOCAL_MODEL_COST_MAP="true"),
+    "opencode": Trial(NAMED_AGENTS["opencode"], [call("bash", command="echo 28", description="Say 28"), "It is 42."]),
+    "mini-swe-agent": Trial(
+        NAMED_AGENTS["mini_swe_agent"],
         [
             call("bash", command="echo 28"),
             call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 42"),
         ],
     ),
+    "ai-sdk": Trial(ai_sdk(), [*PRODUCTS, "It is 42."]),
+    "openai-agents": Trial(python("openai-agents", OPENAI_AGENTS), [*PRODUCTS, "It is 42."]),
+    **{
+        f"pydantic-ai over {api}": Trial(
+            python("pydantic-ai", PYDANTIC_AI.replace("API", api)), [*PRODUCTS, call("final_result", value=42)]
+        )
+        for api in ("openai-chat", "openai-responses", "anthropic")
+    },
+    "langchain": Trial(python("langchain", LANGCHAIN), [*PRODUCTS, "It is 42."]),
+    "smolagents": Trial(python("smolagents", SMOLAGENTS), [*PRODUCTS, call("final_answer", answer="42")]),
 }
 
 
-def is_title_of_claude_code(request: Request) -> bool:
-    """Return whether this asks for a title of the session with a schema, which is refused. Claude Code goes on without
-    a title, and the policy is not trained to write titles."""
-    return "format" in (request.body or {}).get("output_config", {}) and not request.body["tools"]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder with which each agent begins."""
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "x.png").write_bytes(PNG)
+    (path / "x.pdf").write_bytes(PDF)
+    return path
 
 
-@pytest.mark.parametrize("name", AGENTS)
+def put_on_path(install: Install, agent: NamedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the program of an agent on PATH, as its installation does for a user."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    run = install.path if install.is_node else f"{install.path} -m minisweagent.run.mini"  # the program's own module
+    (folder / agent.program).write_text(f'#!/bin/sh\nexec {run} "$@"\n')
+    (folder / agent.program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.parametrize("name", TRIALS)
 def test_an_agent_is_not_refused_is_read_and_is_trained_on_what_was_sampled(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (reason := INSTALLS[name.partition(" ")[0]].reason_to_skip()) is not None:
+    trial, install = TRIALS[name], INSTALLS[name.partition(" ")[0]]
+    if (reason := install.reason_to_skip()) is not None:
         pytest.skip(reason)
-    agent = AGENTS[name]
-    outcome = run_program(agent.program(), agent.say, monkeypatch)
-    assert [request for request in refused(outcome) if not is_title_of_claude_code(request)] == []
-    assert outcome.episode.result is not None and outcome.episode.result.error is None, outcome.output
+    if trial.agent.name in NAMED_AGENTS:
+        put_on_path(install, trial.agent, tmp_path, monkeypatch)
+    outcome = run_agent(trial.agent, trial.say, folder)
+    assert outcome.refused == []
+    assert outcome.episode.result is None, outcome.episode.result  # no error: rollout.reward scores it
     assert "42" in outcome.output and "unsupported call" not in outcome.output
     check_tokens(outcome)
     check_reading(outcome)

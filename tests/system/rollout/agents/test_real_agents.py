@@ -3,8 +3,8 @@
 import base64
 import json
 import os
-import shlex
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 from configs.named_agents import NAMED_AGENTS, NamedAgent
 from rollout.types import GenerationRequest
 from tests.support.agent_installs import INSTALLS, Install
+from tests.support.paths import ROOT
 from tests.support.real_agents import check_reading, check_tokens, run_agent
 
 pytestmark = [pytest.mark.slow]
@@ -34,7 +35,8 @@ def call(name: str, **arguments: object) -> str:
 
 @dataclass(frozen=True)
 class Trial:
-    agent: NamedAgent
+    make: Callable[[Path], NamedAgent]
+    """Called with a folder for its program, which is not that of an episode."""
     turns: Sequence[str]
     """The answers of the policy, by the number of its own turns that it reads."""
 
@@ -43,67 +45,63 @@ class Trial:
         return self.turns[min(number, len(self.turns) - 1)]
 
 
-# -- programs that are no commands -------------------------------------------------------------------------------------
+# -- what is run -------------------------------------------------------------------------------------------------------
 
 
-def codex(model: str) -> NamedAgent:
+def named(name: str) -> Callable[[Path], NamedAgent]:
+    return lambda folder: NAMED_AGENTS[name]
+
+
+def codex(model: str) -> Callable[[Path], NamedAgent]:
     """Codex has other tools for models that it knows: `apply_patch` is a custom tool of some, and others get all tools
     in namespaces among the items of the input."""
     agent = NAMED_AGENTS["codex"]
     settings = {path: text.replace('model = "policy"', f'model = "{model}"') for path, text in agent.files.items()}
-    return replace(agent, files=settings)
+    return lambda folder: replace(agent, files=settings)
 
 
-def script(name: str, file: str, text: str, *argv: str) -> NamedAgent:
-    """A script, which an agent's own interpreter runs. It is a template, as settings are: "$" is "$$"."""
-    return NamedAgent(name=name, argv=argv, install="", context=0, files={file: text.replace("$", "$$")})
+def documented(file: str) -> str:
+    """Return a script of the documentation."""
+    (text,) = re.findall(
+        rf"```\n((?:#|//) {re.escape(file)}: .*?)```", (ROOT / "docs/agents.md").read_text(), re.DOTALL
+    )
+    return text
 
 
-AI_SDK = """
-import { generateText, stepCountIs, tool } from "ai";
-import { createOpenAI } from "@ai-sdk/openai";
-import { z } from "zod";
-
-const calculator = tool({
-  description: "Computes an expression.",
-  inputSchema: z.object({ expression: z.string() }),
-  execute: async ({ expression }) => String(eval(expression)),
-});
-const openai = createOpenAI({ baseURL: process.env.OPENAI_BASE_URL, apiKey: process.env.OPENAI_API_KEY });
-const { text } = await generateText({
-  model: openai("policy"),
-  system: "Use the calculator.",
-  prompt: "What is 6 times 7?",
-  tools: { calculator },
-  stopWhen: stepCountIs(5),
-});
-console.log(text);
-"""
+def ai_sdk(folder: Path) -> NamedAgent:
+    """Packages are looked for beside the script itself."""
+    (folder / "node_modules").symlink_to(INSTALLS["ai-sdk"].folder / "node_modules")
+    (folder / "agent.mjs").write_text(documented("my_ai_sdk_agent.mjs"))
+    return NamedAgent(name="ai-sdk", argv=("node", str(folder / "agent.mjs"), "{prompt}"), install="", context=0)
 
 
-def ai_sdk() -> NamedAgent:
-    modules = shlex.quote(str(INSTALLS["ai-sdk"].folder / "node_modules"))
-    return script("ai-sdk", "agent.mjs", AI_SDK, "sh", "-c", f"ln -s {modules} node_modules && exec node agent.mjs")
+def python(name: str, text: str) -> Callable[[Path], NamedAgent]:
+    """A script for the interpreter of an agent's own packages."""
 
+    def write(folder: Path) -> NamedAgent:
+        (folder / "agent.py").write_text(text)
+        argv = (str(INSTALLS[name].path), str(folder / "agent.py"), "{prompt}")
+        return NamedAgent(name=name, argv=argv, install="", context=0)
 
-def python(name: str, text: str) -> NamedAgent:
-    return script(name, "agent.py", text, str(INSTALLS[name].path), "agent.py")
+    return write
 
 
 OPENAI_AGENTS = """
+import sys
 from agents import Agent, Runner, function_tool, set_tracing_disabled
 
 set_tracing_disabled(True)
 
 @function_tool
-def calculator(expression: str) -> str:
-    "Computes an expression."
-    return str(eval(expression))
+def calculator(left: int, right: int) -> int:
+    "Multiply two numbers."
+    return left * right
 
 agent = Agent(name="Solver", instructions="Use the calculator.", model="policy", tools=[calculator])
-print(Runner.run_sync(agent, "What is 6 times 7?").final_output)
+print(Runner.run_sync(agent, sys.argv[1]).final_output)
 """
 PYDANTIC_AI = """
+import sys
 from pydantic import BaseModel
 from pydantic_ai import Agent
 
@@ -113,47 +111,18 @@ class Number(BaseModel):
 agent = Agent("API:policy", output_type=Number, instructions="Use the calculator.")
 
 @agent.tool_plain
-def calculator(expression: str) -> str:
-    "Computes an expression."
-    return str(eval(expression))
+def calculator(left: int, right: int) -> int:
+    "Multiply two numbers."
+    return left * right
 
-print(agent.run_sync("What is 6 times 7?").output.value)
+print(agent.run_sync(sys.argv[1]).output.value)
 """
-LANGCHAIN = """
-from langchain.agents import create_agent
-from langchain.tools import tool
-from langchain_openai import ChatOpenAI
-
-@tool
-def calculator(expression: str) -> str:
-    "Computes an expression."
-    return str(eval(expression))
-
-agent = create_agent(ChatOpenAI(model="policy"), tools=[calculator], system_prompt="Use the calculator.")
-print(agent.invoke({"messages": [("user", "What is 6 times 7?")]})["messages"][-1].content)
-"""
-SMOLAGENTS = """
-import os
-from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
-@tool
-def calculator(expression: str) -> str:
-    '''Computes an expression.
-
-    Args:
-        expression: The expression.
-    '''
-    return str(eval(expression))
-
-model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-print(ToolCallingAgent(tools=[calculator], model=model).run("What is 6 times 7?"))
-"""
-THOUGHT = "<think>\nTwo products, and their sum.\n</think>\n\n"
-PRODUCTS = [THOUGHT + call("calculator", expression="4 * 7"), call("calculator", expression="28 + 14")]
+THOUGHT = "<think>\nTwo products.\n</think>\n\n"
+PRODUCTS = [THOUGHT + call("calculator", left=4, right=7), call("calculator", left=6, right=7)]
 
 TRIALS = {
     "claude-code": Trial(
-        NAMED_AGENTS["claude_code"],
+        named("claude_code"),
         [
             call("Bash", command="echo 28", description="Say 28"),
             call("Read", file_path="x.png"),
@@ -162,7 +131,7 @@ TRIALS = {
         ],
     ),
     "codex": Trial(
-        NAMED_AGENTS["codex"],
+        named("codex"),
         [
             call("exec_command", cmd="echo 28") + "\n" + call("multi_agent_v1__close_agent", target="nobody"),
             call("view_image", path="x.png"),
@@ -185,15 +154,15 @@ TRIALS = {
             "It is 42.",
         ],
     ),
-    "opencode": Trial(NAMED_AGENTS["opencode"], [call("bash", command="echo 28", description="Say 28"), "It is 42."]),
+    "opencode": Trial(named("opencode"), [call("bash", command="echo 28", description="Say 28"), "It is 42."]),
     "mini-swe-agent": Trial(
-        NAMED_AGENTS["mini_swe_agent"],
+        named("mini_swe_agent"),
         [
             call("bash", command="echo 28"),
             call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 42"),
         ],
     ),
-    "ai-sdk": Trial(ai_sdk(), [*PRODUCTS, "It is 42."]),
+    "ai-sdk": Trial(ai_sdk, [*PRODUCTS, "It is 42."]),
     "openai-agents": Trial(python("openai-agents", OPENAI_AGENTS), [*PRODUCTS, "It is 42."]),
     **{
         f"pydantic-ai over {api}": Trial(
@@ -201,8 +170,10 @@ TRIALS = {
         )
         for api in ("openai-chat", "openai-responses", "anthropic")
     },
-    "langchain": Trial(python("langchain", LANGCHAIN), [*PRODUCTS, "It is 42."]),
-    "smolagents": Trial(python("smolagents", SMOLAGENTS), [*PRODUCTS, call("final_answer", answer="42")]),
+    "langchain": Trial(python("langchain", documented("my_langchain_agent.py")), [*PRODUCTS, "It is 42."]),
+    "smolagents": Trial(
+        python("smolagents", documented("my_smolagents_agent.py")), [*PRODUCTS, call("final_answer", answer="42")]
+    ),
 }
 
 
@@ -233,9 +204,10 @@ def test_an_agent_is_not_refused_is_read_and_is_trained_on_what_was_sampled(
     trial, install = TRIALS[name], INSTALLS[name.partition(" ")[0]]
     if (reason := install.reason_to_skip()) is not None:
         pytest.skip(reason)
-    if trial.agent.name in NAMED_AGENTS:
-        put_on_path(install, trial.agent, tmp_path, monkeypatch)
-    outcome = run_agent(trial.agent, trial.say, folder)
+    agent = trial.make(tmp_path)
+    if agent.name in NAMED_AGENTS:
+        put_on_path(install, agent, tmp_path, monkeypatch)
+    outcome = run_agent(agent, trial.say, folder)
     assert outcome.refused == []
     assert outcome.episode.result is None, outcome.episode.result  # no error: rollout.reward scores it
     assert "42" in outcome.output and "unsupported call" not in outcome.output

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import pytest
 
 from configs.named_agents import NAMED_AGENTS, NamedAgent
 from rollout.types import GenerationRequest
-from tests.support.agent_installs import INSTALLS, Install
+from tests.support.agent_installs import INSTALLS, path_with
 from tests.support.paths import ROOT
 from tests.support.real_agents import check_reading, check_tokens, run_agent
 
@@ -187,16 +186,6 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def put_on_path(install: Install, agent: NamedAgent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the program of an agent on PATH, as its installation does for a user."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    run = install.path if install.is_node else f"{install.path} -m minisweagent.run.mini"  # the program's own module
-    (folder / agent.program).write_text(f'#!/bin/sh\nexec {run} "$@"\n')
-    (folder / agent.program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
 @pytest.mark.parametrize("name", TRIALS)
 def test_an_agent_is_not_refused_is_read_and_is_trained_on_what_was_sampled(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +195,7 @@ def test_an_agent_is_not_refused_is_read_and_is_trained_on_what_was_sampled(
         pytest.skip(reason)
     agent = trial.make(tmp_path)
     if agent.name in NAMED_AGENTS:
-        put_on_path(install, agent, tmp_path, monkeypatch)
+        monkeypatch.setenv("PATH", path_with(agent, tmp_path / "bin"))
     outcome = run_agent(agent, trial.say, folder)
     assert outcome.refused == []
     assert outcome.episode.result is None, outcome.episode.result  # no error: rollout.reward scores it

@@ -70,7 +70,7 @@ class Exchange:
 
     @property
     def refusal(self) -> str:
-        """What the agent was told: the message begins with the field that is refused."""
+        """The reason that the agent was told. It begins with the field that is refused."""
         error = self.answer.get("error") if isinstance(self.answer, Mapping) else None
         message = error.get("message") if isinstance(error, Mapping) else error
         return str(message or "no reason")
@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
-    """What an agent did in one episode."""
+    """The episode of an agent, in figures and names."""
 
     key: str
     """The override that names the agent, such as rollout.agent=codex."""
@@ -114,7 +114,7 @@ class AgentReport:
     longest_prompt: int
     sampled_tokens: int
     tokenizer: str
-    """Whose tokens they are."""
+    """The model that counts tokens so."""
     limit: str | None
     """The limit that ended the episode."""
     error: str | None

@@ -17,13 +17,14 @@ rollout.max_staleness=1 rollout.max_failed_rewards=0 model.max_position_embeddin
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_mini_swe_agent_is_trained_on_what_was_sampled(tmp_path: Path, chat_model: Path) -> None:
     """The policy calls nothing, so each episode ends after three answers that the agent complains about."""
     if (reason := INSTALLS["mini-swe-agent"].reason_to_skip()) is not None:
         pytest.skip(reason)
     path = path_with(NAMED_AGENTS["mini_swe_agent"], tmp_path / "bin")
     with started(tmp_path, *small(chat_model), *SIZES, "rollout.agent=mini_swe_agent", PATH=path) as run:
-        assert run.wait_for_end(500) == 0, run.output.read_text()
+        assert run.wait_for_end(900) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         records = [record for step in trained(run) for record in step]
         assert len(records) == STEPS * 8

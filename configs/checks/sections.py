@@ -17,6 +17,7 @@ from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
 from configs.data import NO_FILES, Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
+from configs.named_agents import NAMED_AGENTS
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
@@ -254,7 +255,9 @@ def _harness_problems(config: Config) -> Iterator[Problem]:
     if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
         yield Problem("rollout.agent_loop", f"rollout.{harnesses[0]} is set, too: a run has an agent loop or a harness")
     if rollout.agent is not None:
-        yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"), rollout.agent_args)
+        yield from dotted_problems(
+            "rollout.agent", rollout.agent, tuple(NAMED_AGENTS), ("task", "client"), rollout.agent_args
+        )
     if rollout.agent_command is not None:
         yield from _command_problems(rollout.agent_command)
     if sessions.timeout_s >= rollout.group_timeout_s:

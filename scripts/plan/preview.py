@@ -59,7 +59,7 @@ def check_agent_loop(config: Config) -> str | None:
         return None
     key = f"rollout.agent_loop={config.rollout.agent_loop}: "
     try:
-        tokenizer = _tokenizer(config)
+        tokenizer = load_policy_tokenizer(config)
     except (OSError, ValueError) as error:
         return f"{key}not made, for want of the tokenizer: {_line(error)}"
     try:
@@ -108,7 +108,7 @@ def chat_template_of_sessions(config: Config) -> str | None:
     if (harness := config.rollout.agent or config.rollout.agent_command) is None:
         return None
     try:
-        tokenizer = _tokenizer(config)
+        tokenizer = load_policy_tokenizer(config)
     except (OSError, ValueError) as error:
         return f"chat template: not looked at, for want of the tokenizer: {_line(error)}"
     try:
@@ -123,7 +123,7 @@ def teacher_tokenizer(config: Config) -> str | None:
     if config.teacher.path is None:
         return None
     try:
-        refuse_another_tokenizer(config, _loaded(config.teacher.path), _tokenizer(config))
+        refuse_another_tokenizer(config, _loaded(config.teacher.path), load_policy_tokenizer(config))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -135,7 +135,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _tokenizer(config: Config) -> Any:
+def load_policy_tokenizer(config: Config) -> Any:
     """Load the tokenizer of the model, without downloading anything. Raises OSError and ValueError."""
     if config.model.kind is not ModelKind.tiny:
         return _loaded(config.model.path or "")

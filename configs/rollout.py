@@ -27,6 +27,15 @@ class StalePolicy(Enum):
     """It is thrown away and counted, and another prompt takes its slot."""
 
 
+class Concurrency(Enum):
+    """The number of episodes that a replica admits."""
+
+    fixed = "fixed"
+    """`max_num_seqs` x `data_parallel_size` x `episodes_per_seat`, and one group."""
+    auto = "auto"
+    """At first that number, and later the one with which the replicas sample the most tokens per second."""
+
+
 class RewardPlace(Enum):
     """The place where a synchronous reward runs. An async one is awaited on the event loop of its agent worker, and
     rewards of this project that are known to be quick are called there."""
@@ -107,6 +116,9 @@ class RolloutConfig:
     episodes_per_seat: int = 2
     """Episodes that a replica admits per seat, so that some generate while others wait for tools. Slow tools need more;
     each group needs a slot, too."""
+    concurrency: Concurrency = Concurrency.fixed
+    """Episodes that a replica admits: fixed (by max_num_seqs and episodes_per_seat), or auto, which begins there, and
+    tries fewer where turns are computed again, and up to 8 per seat where seats are free."""
     dtype: DType = DType.float32
     """Number format of the engine's weights and activations."""
     enforce_eager: bool = True

@@ -26,7 +26,7 @@ class Admission:
     """
 
     def __init__(self, num_seats: int):
-        self._num_seats = num_seats
+        self.num_seats = num_seats
         self._widths: dict[str, int] = {}  # of all requests inside
         self._taken = 0  # their sum
         self._submitting: set[str] = set()
@@ -53,7 +53,7 @@ class Admission:
         if self.has(request_id):
             raise ValueError(f"request {request_id} is here already: request ids must be unique")
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(request_id, min(width, self._num_seats), is_continuation, answer)
+        waiter = _Waiter(request_id, min(width, self.num_seats), is_continuation, answer)
         before = sum(other.is_continuation for other in self._waiting) if is_continuation else len(self._waiting)
         self._waiting.insert(before, waiter)
         self._admit()
@@ -108,7 +108,7 @@ class Admission:
         await self._empty.wait()
 
     def _admit(self) -> None:
-        while self._waiting and not self._holds and self._taken + self._waiting[0].width <= self._num_seats:
+        while self._waiting and not self._holds and self._taken + self._waiting[0].width <= self.num_seats:
             waiter = self._waiting.popleft()
             if waiter.answer.done():  # cancelled, but its `enter` has not yet noticed
                 continue

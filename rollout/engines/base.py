@@ -29,6 +29,8 @@ class EngineSpec:
     staging_on_device: bool = False
     log_stats: bool = False
     """Collect vLLM's statistics for /metrics, which costs a little per step."""
+    counts_preemptions: bool = False
+    """Let `gauges` count preemptions, which costs a little per step."""
     prefill_grace_s: float = 5.0
     """Seconds of a pause in which admitted requests may finish their prefill. Those without KV blocks begin again after
     the pause, which costs time and no token. Below the least weight_sync.pause_timeout_s, which is 10."""
@@ -144,8 +146,9 @@ class Engine(Protocol):
 
     def gauges(self) -> dict[str, float]:
         """Return at least `engine_requests` (requests that began in the engine; one that began twice counts twice),
-        `running_requests`, `waiting_requests`, `restarted_requests` where a request can begin twice, and
-        `drafted_tokens` and `accepted_tokens` of speculative decoding where there is some."""
+        `running_requests`, `waiting_requests`, `restarted_requests` where a request can begin twice,
+        `preempted_requests` where the engine counts them, and `drafted_tokens` and `accepted_tokens` of speculative
+        decoding where there is some."""
         ...
 
     def exported_metrics(self) -> str:

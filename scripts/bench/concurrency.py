@@ -1,24 +1,28 @@
-"""The question: how many requests should an engine have at once, where its KV cache holds fewer? Three minutes.
+"""The question: how many requests and episodes should an engine have at once? Ten minutes.
 
-python -m scripts.bench.concurrency [--only simulated agents] [--vllm]
+python -m scripts.bench.concurrency [--only simulated answers agents] [--vllm]
 
-Requests wait in front of an engine with a KV cache that is too small for all its seats. The arms are numbers of seats.
-With few, the cache is empty; with many, the engine preempts the newest requests and computes their keys and values
-again when they come back. Three distributions of lengths: equal, log-normal, and one long answer in five.
+`simulated`: requests wait in front of an engine with a KV cache that is too small for all its seats. The arms are
+numbers of seats. With few, the cache is empty; with many, the engine preempts the newest requests and computes their
+keys and values again when they come back. Three distributions of lengths: equal, log-normal, and one long answer in
+five.
 
-`agents` asks the same of the episodes that a replica has, which is another question: between two turns, the cache of an
-episode stays only until others need the room. With --vllm, a real engine on the CPU answers shortly, and its tokens are
-counted per second of the CPU time of the engine's process.
+`answers` and `agents` ask the same of the episodes that a replica has. The arms are fixed numbers, and the controller
+of rollout.concurrency=auto, which is given four times the work to find one. Between two turns, the cache of an episode
+stays only until others need the room. `tokens_per_s` is that of the last third.
 
-The last line is JSON: <engine>_<distribution>_<seats> in tokens per second, and for each distribution `_share`: the
-share of the best number's that the most seats reach.
+With --vllm, real engines on the CPU: one answers shortly, and its tokens are counted per second of the CPU time of the
+engine's process; two have small agents.
+
+The last line is JSON: <part>_<distribution>_<arm> in tokens per second, and `_share`: the share of the best number's
+that the most seats, or auto, reach.
 """
 
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +30,24 @@ import numpy as np
 import psutil
 import torch
 
+from configs.schema import WeightSyncConfig
 from rollout.engines.admission import Admission
 from rollout.engines.base import Engine
 from rollout.engines.virtual_clock import run_virtual
+from rollout.fleet.concurrency import MOST_PER_SEAT, WINDOW_S, AdaptiveConcurrency, ConcurrencyController
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
+from rollout.router import max_inflight
 from rollout.types import GenerationRequest, SamplingParams
-from scripts.bench import routing
 from scripts.bench.common import LengthOf, LogNormalLengths
-from scripts.bench.harness import Figures, make_arms, make_parser, take_turns
+from scripts.bench.harness import Figures, make_arms, make_parser, progress, take_turns
 from scripts.bench.models import ON_CPU, write_config
-from scripts.bench.routing import Work
 from scripts.bench.updates import engine_spec
 from scripts.observe.tables import show_table, write_json
 from scripts.simulate.engine import ProfiledEngine
+from scripts.simulate.kv_cache import KvSegment
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
@@ -56,7 +64,10 @@ PROFILE = Profile(
 SEATS = (24, 32, 48, 64, 80, 96, 256)
 PROMPT = 300
 REAL_SEATS, REAL_PROMPT, REAL_KV_TOKENS = (6, 10, 14, 20, 64), 64, 2048
-ROOMS, TOOLS_S, AGENTS_KV_TOKENS = (8, 16, 24, 32, 72), (1.0, 20.0), 100_000
+ROOMS, TOOLS_S, AGENTS_KV_TOKENS, AGENT_SEATS = (16, 24, 32, 40, 72, 136, 264), (1.0, 20.0), 100_000, 64
+ANSWER_ROOMS = (32, 64, 128, 264, 520)
+REAL_ROOMS, REAL_AGENT_SEATS, REAL_AGENTS_KV_TOKENS = (16, 24, 32, 48, 72), 32, 8192
+GROUP = 8
 
 
 def lengths(mean: int) -> Mapping[str, LengthOf]:
@@ -121,18 +132,151 @@ def simulated() -> dict[str, float]:
     return figures
 
 
-def agents() -> dict[str, float]:
-    """Give one replica more and more episodes, which need 6,000 tokens of the cache each at their end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Groups of episodes in front of one replica."""
+
+    length_of: LengthOf
+    """Tokens of a turn."""
+    groups: int
+    prompt: int = 1500
+    turns: int = 16
+    said: int = 200
+    """Tokens of a tool's answer."""
+    tool_s: float = 1.0
+    seed: int = 0
+    collect_s: float = 2.0
+    """The seconds after which the replica is asked for its progress again."""
+
+    def length(self, ordinal: int, index: int, turn: int) -> int:
+        return self.length_of(ordinal * self.turns + turn, index)
+
+    def ids(self, which: int, count: int) -> tuple[int, ...]:
+        """Return tokens that only a real engine reads."""
+        return tuple(np.random.default_rng([self.seed, which]).integers(20, 250, count).tolist())
+
+
+class EpisodesEngine(ProfiledEngine):
+    """Shares the prompts of groups."""
+
+    prompt: int
+
+    def segments(self, request: GenerationRequest) -> Sequence[KvSegment]:
+        [(episode, tokens)] = super().segments(request)
+        return [(("prompt", request.request_id.ordinal), self.prompt), (episode, tokens - self.prompt)]
+
+
+class Dispatch:
+    """The real router, fleet and replicas in front of engines, and episodes as fast as there is room for them."""
+
+    def __init__(self, job: Job, engines: Sequence[Engine], limit: int, concurrency: AdaptiveConcurrency | None):
+        self._job = job
+        self._replicas = {
+            f"replica-{number}": RolloutReplica(f"replica-{number}", engine, WeightSyncConfig())
+            for number, engine in enumerate(engines)
+        }
+        members: Any = list(self._replicas.values())
+        self._fleet = ReplicaFleet(members, limit, 1, [].append, serving=0, concurrency=concurrency)
+        self._engines = engines
+
+    async def run(self, clock: Callable[[], float] | None = None) -> Figures:
+        """Return tokens per second by `clock` until the last group is dispatched, over the whole and over the last
+        third, and the limit at the end."""
+        clock, job, router = clock or asyncio.get_running_loop().time, self._job, self._fleet.router
+        for replica in self._replicas.values():
+            await replica.tag_loaded(0)
+        collecting = asyncio.create_task(self._collect())
+        marks = list[tuple[float, int]]()
+        async with asyncio.TaskGroup() as episodes:
+            for ordinal in range(job.groups):
+                if ordinal in (0, 2 * job.groups // 3):
+                    marks.append((clock(), self._tokens()))
+                name = await router.acquire(GROUP)
+                for index in range(GROUP):
+                    task = episodes.create_task(self._episode(ordinal, index, name))
+                    task.add_done_callback(lambda _, name=name: router.release(name, 1))
+            ended, tokens = clock(), self._tokens()
+        collecting.cancel()
+        whole, last = ((tokens - before) / (ended - began) for began, before in marks)
+        return {"whole": whole, "tokens_per_s": last, "limit": float(router.max_inflight)}
+
+    def _tokens(self) -> int:
+        return sum(engine.usage.tokens for engine in self._engines)
+
+    async def _collect(self) -> None:
+        while True:
+            await asyncio.sleep(self._job.collect_s)
+            await self._fleet.collect_progress()
+
+    async def _episode(self, ordinal: int, index: int, name: str) -> None:
+        job = self._job
+        context = job.ids(ordinal, job.prompt)
+        for turn in range(job.turns):
+            request = GenerationRequest(
+                request_id=RequestId(ordinal=ordinal, episode=index, turn=turn, attempt=job.seed),
+                prompt_ids=context,
+                sampling=SamplingParams(max_tokens=job.length(ordinal, index, turn), ignore_eos=True),
+                num_observed=job.said if turn else 0,
+            )
+            [completion] = await self._replicas[name].generate_group([request])
+            if turn + 1 < job.turns:
+                await asyncio.sleep(job.tool_s)
+                context += (*completion.token_ids.tolist(), *job.ids(job.groups + turn, job.said))
+
+
+def adaptive(seats: int, window_s: float = WINDOW_S) -> tuple[int, AdaptiveConcurrency]:
+    """Return what a run with rollout.concurrency=auto begins with."""
+    limit = max_inflight(seats, GROUP)
+    most = max_inflight(seats, GROUP, MOST_PER_SEAT)
+    return limit, AdaptiveConcurrency(ConcurrencyController(limit, 2 * GROUP, most), GROUP, window_s)
+
+
+async def dispatched(job: Job, profile: Profile, limit: int | None) -> Figures:
+    """Run a job on a simulated engine. `limit`: None for auto."""
+    engine = EpisodesEngine(profile, Machine(profile, 1), SEATS[-1] if job.turns == 1 else AGENT_SEATS)
+    engine.prompt = job.prompt
+    first, concurrency = (limit, None) if limit is not None else adaptive(engine.admission.num_seats)
+    return await Dispatch(job, [engine], first, concurrency).run()
+
+
+def compare(name: str, job: Job, profile: Profile, limits: Sequence[int]) -> Figures:
+    """Run a job with each of the limits and with auto. Returns tokens per second, and what auto reaches of the best."""
+    runs = dict[str, Figures]()
+    for limit in (*limits, None):
+        arm, count = ("auto", 4 * job.groups) if limit is None else (str(limit), job.groups)
+        runs[arm] = run_virtual(dispatched(replace(job, groups=count), profile, limit))
+        progress(f"{name}, {arm}: {runs[arm]}")
+    return compared(name, runs)
+
+
+def compared(name: str, runs: Mapping[str, Figures]) -> Figures:
+    best = max(of["tokens_per_s"] for arm, of in runs.items() if arm != "auto")
+    rows = [
+        [arm, *(f"{of[key]:.0f}" for key in ("limit", "whole", "tokens_per_s")), f"{of['tokens_per_s'] / best:.2f}"]
+        for arm, of in runs.items()
+    ]
+    show_table(name, ["episodes", "at the end", "tokens/s of all", "of the last third", "over the best"], rows)
+    key = name.replace(" ", "_")
+    figures = {f"{key}_{arm}": of["tokens_per_s"] for arm, of in runs.items()}
+    return figures | {f"{key}_share": runs["auto"]["tokens_per_s"] / best, f"{key}_limit": runs["auto"]["limit"]}
+
+
+def agents() -> Figures:
+    """Give one replica more and more episodes, which need about 6,000 tokens of the cache each at their end."""
     figures, profile = dict[str, float](), replace(PROFILE, kv_tokens=AGENTS_KV_TOKENS)
     for tool_s in TOOLS_S:
-        work = Work(turns=16, prompt=1500, turn_tokens=100, said=200, tool_s=tool_s, groups_per_replica=20)
-        rates = {room: run_virtual(routing.simulated(work, "groups", 1, room=room, profile=profile)) for room in ROOMS}
-        rows = [[str(room), f"{of['tokens_per_s']:.0f}", f"{of['hits']:.2f}"] for room, of in rates.items()]
-        show_table(f"tools of {tool_s:g} s", ["episodes", "tokens/s", "prompt tokens in the cache"], rows)
-        name = f"agents_{tool_s:g}s"
-        figures |= {f"{name}_{room}": of["tokens_per_s"] for room, of in rates.items()}
-        best = max(of["tokens_per_s"] for of in rates.values())
-        figures[f"{name}_share"] = rates[ROOMS[-1]]["tokens_per_s"] / best
+        for kind, length_of in lengths(100).items():
+            job = Job(length_of=length_of, groups=60, tool_s=tool_s)
+            figures |= compare(f"agents {tool_s:g}s {kind}", job, profile, ROOMS)
+    return figures
+
+
+def answers() -> Figures:
+    """The same for answers of one turn, which have no prefix to lose."""
+    figures = dict[str, float]()
+    for kind, length_of in lengths(1000).items():
+        job = Job(length_of=length_of, groups=160, prompt=PROMPT, turns=1)
+        figures |= compare(f"answers {kind}", job, PROFILE, ANSWER_ROOMS)
     return figures
 
 
@@ -169,16 +313,45 @@ async def on_vllm(repeats: int) -> dict[str, float]:
             engine.shutdown()
 
 
+async def agents_on_vllm() -> Figures:
+    """Give two real engines with small caches more and more episodes of six turns."""
+    job = Job(length_of=lengths(16)["lognormal"], groups=96, prompt=128, turns=6, said=48, tool_s=0.05, collect_s=0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(ON_CPU, Path(folder), torch.float32)
+        spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=2048, num_seqs=REAL_AGENT_SEATS)
+        kv_cache_bytes = ON_CPU.kv_bytes(REAL_AGENTS_KV_TOKENS, 4)
+        spec = replace(spec, kv_cache_bytes=kv_cache_bytes, counts_preemptions=True)
+        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
+        from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
+
+        engines = list[Any]()
+        try:
+            engines += [VllmEngine(spec) for _ in range(2)]
+            for engine in engines:
+                await engine.tag_loaded(0)
+            runs = dict[str, Figures]()
+            for seed, limit in enumerate((*REAL_ROOMS, None)):  # no run finds prompts of another in the cache
+                arm, count = ("auto", 4 * job.groups) if limit is None else (str(limit), job.groups)
+                first, concurrency = (limit, None) if limit is not None else adaptive(REAL_AGENT_SEATS, window_s=5.0)
+                own = replace(job, groups=count, seed=seed)
+                runs[arm] = await Dispatch(own, engines, first, concurrency).run()
+                progress(f"agents on two real engines, {arm}: {runs[arm]}")
+            return compared("vllm agents lognormal", runs)
+        finally:
+            for engine in engines:
+                engine.shutdown()
+
+
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3, parts=["simulated", "agents"])
+    parser = make_parser(__doc__, repeats=3, parts=["simulated", "answers", "agents"])
     parser.add_argument("--vllm", action="store_true", help="a real engine, too")
     options = parser.parse_args()
     figures = dict[str, float]()
-    for name, part in {"simulated": simulated, "agents": agents}.items():
+    for name, part in {"simulated": simulated, "answers": answers, "agents": agents}.items():
         if name in options.only:
             figures |= part()
     if options.vllm:
-        figures |= asyncio.run(on_vllm(options.repeats))
+        figures |= asyncio.run(on_vllm(options.repeats)) | asyncio.run(agents_on_vllm())
     write_json(figures)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from configs.checkpoint import is_checkpoint
 from configs.data import Generated
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
-from configs.rollout import Speculation, SpeculativeConfig
+from configs.rollout import Concurrency, Speculation, SpeculativeConfig
 from configs.runtime.deadline import within
 from configs.runtime.dotted import find
 from configs.schema import Config, ModelKind, Staging
@@ -65,6 +65,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         replay_routes=config.model.replay_routes,
         engine_args=rollout.engine_args,
         log_stats=config.serve.enabled,  # for /metrics
+        counts_preemptions=rollout.concurrency is Concurrency.auto,
     )
 
 

@@ -188,6 +188,9 @@ class ProfiledEngine(SimulatedEngine):
     def kv_usage(self) -> float | None:
         return 1 - self._kv.room / self._profile.kv_tokens if self._profile.kv_tokens else None
 
+    def gauges(self) -> dict[str, float]:
+        return super().gauges() | {"preempted_requests": self.num_preempted}
+
     def _begin(self, sequence: Decoding) -> int:
         """Let it into the batch. Returns how many of its tokens are in the cache."""
         self._number += 1

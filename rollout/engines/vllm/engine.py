@@ -59,21 +59,23 @@ logger = logging.getLogger(__name__)
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
 
 
-class DraftCounter(StatLoggerBase):
-    """A counter of drafts. vLLM hands it the statistics of every step, of all data-parallel engines. An engine counts
-    from its start on.
+class StepCounter(StatLoggerBase):
+    """A counter of drafts and preemptions. vLLM hands it the statistics of every step, of all data-parallel engines.
+    An engine counts from its start on.
 
-    Example: GatedLLM.from_vllm_config(config, stat_loggers=[drafts.for_engine])
+    Example: GatedLLM.from_vllm_config(config, stat_loggers=[counter.for_engine])
     """
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = 0
+        self.drafted = self.accepted = self.preempted = 0
 
-    def for_engine(self, vllm_config: Any, engine_index: int = 0) -> "DraftCounter":
+    def for_engine(self, vllm_config: Any, engine_index: int = 0) -> "StepCounter":
         """Return the one counter for all data-parallel engines."""
         return self
 
-    def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        if iteration_stats is not None:
+            self.preempted += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None and (drafting := scheduler_stats.spec_decoding_stats) is not None:
             self.drafted += drafting.num_draft_tokens
             self.accepted += drafting.num_accepted_tokens
@@ -87,8 +89,9 @@ class VllmEngine:
         """Starts the engine, which takes seconds to minutes. `replica` is the name by which weights are sent to it."""
         self._replica = replica
         self._native_versions = HAS_NATIVE_VERSIONS
-        self._drafts = DraftCounter()
-        counted: Any = None if spec.speculative is None else [self._drafts.for_engine]  # costs a little per step
+        self._counter = StepCounter()
+        is_counted = spec.speculative is not None or spec.counts_preemptions
+        counted: Any = [self._counter.for_engine] if is_counted else None  # costs a little per step
         arguments = _engine_args(spec)
         llm = GatedLLM.from_vllm_config(
             engine_config(spec, arguments), stat_loggers=counted, disable_log_stats=arguments.disable_log_stats
@@ -250,8 +253,9 @@ class VllmEngine:
             "restarted_requests": self._llm.num_restarted,
             "running_requests": len(admission.inside),
             "waiting_requests": len(admission.waiting),
-            "drafted_tokens": self._drafts.drafted,
-            "accepted_tokens": self._drafts.accepted,
+            "preempted_requests": self._counter.preempted,
+            "drafted_tokens": self._counter.drafted,
+            "accepted_tokens": self._counter.accepted,
         }
 
     def exported_metrics(self) -> str:

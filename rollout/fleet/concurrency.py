@@ -22,7 +22,7 @@ CROWDED = 0.2
 """The share of turns that the engine computes again from which on it may have too many trajectories."""
 ROOMY = 0.9
 """The share of the KV cache in use up to which more trajectories may help, if no request waits for a seat."""
-FIRST_STEP, LEAST_STEP, DOWN = 0.25, 0.06, 0.75
+FIRST_STEP, LEAST_STEP, DOWN = 0.25, 0.0625, 0.75
 """The share by which the number rises at first and at least: each rise that does not pay halves it, because the best
 number is just below the one where the cache overflows. The factor by which it falls."""
 GAIN, LOSS = 0.03, 0.35
@@ -205,10 +205,10 @@ class AdaptiveConcurrency:
             return self.limit
         sums, limit = self._sums, self.limit
         self._sums = _Sums()
-        if not self._is_settled:  # trajectories that began before the last change were in it
+        if not self._is_settled:  # the trajectories that are new since the last rise were all young in it
             self._is_settled = True
         elif self._controller.decide(sums.window()) != limit:
-            self._is_settled = False
+            self._is_settled = self.limit < limit
             logger.info("rollout.concurrency=auto: %d trajectories per replica, after %d", self.limit, limit)
         return self.limit
 

@@ -147,16 +147,25 @@ def test_time_below_the_limit_or_above_it_or_paused_says_nothing() -> None:
     assert len(controller.windows) == 1
 
 
-def test_after_a_change_it_settles_first() -> None:
+def test_after_a_fall_a_window_begins_when_the_surplus_has_ended() -> None:
     controller = Recorded(16, 15)
     concurrency = AdaptiveConcurrency(controller, group_size=4, window_s=10)
     feed(concurrency, "a", 0, 32)
     assert len(controller.windows) == 1 and concurrency.limit == 15
     feed(concurrency, "a", 33, 100)  # 16 are still there
+    feed(concurrency, "a", 101, 115, in_flight=15)
     assert len(controller.windows) == 1
-    feed(concurrency, "a", 101, 101 + 29, in_flight=15)
+    feed(concurrency, "a", 116, 116, in_flight=15)
+    assert len(controller.windows) == 2
+
+
+def test_after_a_rise_the_new_trajectories_grow_old_first() -> None:
+    controller = Recorded(16, 20)
+    concurrency = AdaptiveConcurrency(controller, group_size=4, window_s=10)
+    feed(concurrency, "a", 0, 32)
+    feed(concurrency, "a", 33, 33 + 39, in_flight=20)
     assert len(controller.windows) == 1
-    feed(concurrency, "a", 131, 131, in_flight=15)
+    feed(concurrency, "a", 73, 73, in_flight=20)
     assert len(controller.windows) == 2
 
 

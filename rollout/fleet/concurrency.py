@@ -148,7 +148,7 @@ class Look:
 
 @dataclass(slots=True)
 class _Sums:
-    """What was measured of a window until now, over all replicas."""
+    """The measurements of a window until now, summed over all replicas."""
 
     seconds: float = 0.0
     tokens: int = 0

@@ -8,7 +8,7 @@ keys and values again when they come back. Three distributions of lengths: equal
 five.
 
 `answers` and `agents` ask the same of the episodes that a replica has. The arms are fixed numbers, and the controller
-of rollout.concurrency=auto, which is given four times the work to find one. Between two turns, the cache of an episode
+of rollout.concurrency=auto, which is given six times the work to find one. Between two turns, the cache of an episode
 stays only until others need the room. `tokens_per_s` is that of the last third.
 
 With --vllm, real engines on the CPU: one answers shortly, and its tokens are counted per second of the CPU time of the
@@ -66,7 +66,7 @@ PROMPT = 300
 REAL_SEATS, REAL_PROMPT, REAL_KV_TOKENS = (6, 10, 14, 20, 64), 64, 2048
 ROOMS, TOOLS_S, AGENTS_KV_TOKENS, AGENT_SEATS = (16, 24, 32, 40, 72, 136, 264), (1.0, 20.0), 100_000, 64
 ANSWER_ROOMS = (32, 64, 128, 264, 520)
-REAL_ROOMS, REAL_AGENT_SEATS, REAL_AGENTS_KV_TOKENS = (16, 24, 32, 48, 72), 32, 8192
+REAL_ROOMS, REAL_AGENT_SEATS, REAL_AGENTS_KV_TOKENS = (16, 24, 32, 72), 32, 8192
 GROUP = 8
 
 
@@ -243,7 +243,8 @@ def compare(name: str, job: Job, profile: Profile, limits: Sequence[int]) -> Fig
     """Run a job with each of the limits and with auto. Returns tokens per second, and what auto reaches of the best."""
     runs = dict[str, Figures]()
     for limit in (*limits, None):
-        arm, count = ("auto", 4 * job.groups) if limit is None else (str(limit), job.groups)
+        arm = "auto" if limit is None else str(limit)
+        count = 6 * job.groups if limit is None else max(job.groups, 3 * limit // GROUP)
         runs[arm] = run_virtual(dispatched(replace(job, groups=count), profile, limit))
         progress(f"{name}, {arm}: {runs[arm]}")
     return compared(name, runs)
@@ -315,7 +316,7 @@ async def on_vllm(repeats: int) -> dict[str, float]:
 
 async def agents_on_vllm() -> Figures:
     """Give two real engines with small caches more and more episodes of six turns."""
-    job = Job(length_of=lengths(16)["lognormal"], groups=96, prompt=128, turns=6, said=48, tool_s=0.05, collect_s=0.5)
+    job = Job(length_of=lengths(16)["lognormal"], groups=48, prompt=128, turns=6, said=48, tool_s=0.05, collect_s=0.5)
     with tempfile.TemporaryDirectory() as folder:
         write_config(ON_CPU, Path(folder), torch.float32)
         spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=2048, num_seqs=REAL_AGENT_SEATS)
@@ -331,7 +332,7 @@ async def agents_on_vllm() -> Figures:
                 await engine.tag_loaded(0)
             runs = dict[str, Figures]()
             for seed, limit in enumerate((*REAL_ROOMS, None)):  # no run finds prompts of another in the cache
-                arm, count = ("auto", 4 * job.groups) if limit is None else (str(limit), job.groups)
+                arm, count = ("auto", 6 * job.groups) if limit is None else (str(limit), job.groups)
                 first, concurrency = (limit, None) if limit is not None else adaptive(REAL_AGENT_SEATS, window_s=5.0)
                 own = replace(job, groups=count, seed=seed)
                 runs[arm] = await Dispatch(own, engines, first, concurrency).run()

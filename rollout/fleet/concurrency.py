@@ -25,12 +25,12 @@ ROOMY = 0.9
 FIRST_STEP, LEAST_STEP, DOWN = 0.25, 0.0625, 0.75
 """The share by which the number rises at first and at least: each rise that does not pay halves it, because the best
 number is just below the one where the cache overflows. The factor by which it falls."""
-GAIN, LOSS = 0.03, 0.35
+GAIN, LOSS = 0.03, 0.15
 """A change stays if it brings this many more tokens per second. One that lowers the number goes on until the cache
 holds what was computed, unless it has lost this many by then."""
-PATIENCE, MOST_PATIENCE = 1, 64
-"""The windows in a row that must ask for a change, at first and at most: every change that did not pay doubles them,
-once its step is the least."""
+PATIENCE, MOST_PATIENCE, LATER = 1, 64, 4
+"""The windows in a row that must ask for a change, at first and at most, and the factor by which every change that did
+not pay raises them, once its step is the least: a fall that fails costs several windows."""
 WINDOW_S = 30.0
 """The shortest window in seconds."""
 MOST_PER_SEAT = 8
@@ -119,7 +119,7 @@ class ConcurrencyController:
         if trial.way > 0 and self._step > LEAST_STEP:
             self._step = max(LEAST_STEP, self._step / 2)
         else:
-            self._patience[trial.way] = min(MOST_PATIENCE, 2 * self._patience[trial.way])
+            self._patience[trial.way] = min(MOST_PATIENCE, LATER * self._patience[trial.way])
         return self._set(trial.limit)
 
     def _set(self, limit: float) -> int:

@@ -12,7 +12,7 @@ of rollout.concurrency=auto, which is given six times the work to find one. Betw
 stays only until others need the room. `tokens_per_s` is that of the last third.
 
 With --vllm, real engines on the CPU: one answers shortly, and its tokens are counted per second of the CPU time of the
-engine's process; two have small agents.
+engine's process; two have small agents, counted in the same way.
 
 The last line is JSON: <part>_<distribution>_<arm> in tokens per second, and `_share`: the share of the best number's
 that the most seats, or auto, reach.
@@ -335,7 +335,7 @@ async def agents_on_vllm() -> Figures:
                 arm, count = ("auto", 6 * job.groups) if limit is None else (str(limit), job.groups)
                 first, concurrency = (limit, None) if limit is not None else adaptive(REAL_AGENT_SEATS, window_s=5.0)
                 own = replace(job, groups=count, seed=seed)
-                runs[arm] = await Dispatch(own, engines, first, concurrency).run()
+                runs[arm] = await Dispatch(own, engines, first, concurrency).run(engine_cpu_s)
                 progress(f"agents on two real engines, {arm}: {runs[arm]}")
             return compared("vllm agents lognormal", runs)
         finally:

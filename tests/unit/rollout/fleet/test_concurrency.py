@@ -37,10 +37,10 @@ def test_it_falls_until_the_cache_holds_what_was_computed_and_stays_there_if_tha
     assert decide(controller, replace(FULL, rate=1200), FULL) == [30, 30]
 
 
-def test_a_fall_that_does_not_pay_is_taken_back_and_tried_again_after_twice_as_long() -> None:
+def test_a_fall_that_does_not_pay_is_taken_back_and_tried_again_after_four_times_as_long() -> None:
     controller = ConcurrencyController(72, 16, 520)
     assert decide(controller, CROWD, replace(FULL, rate=900)) == [54, 72]
-    assert decide(controller, CROWD, CROWD) == [72, 54]
+    assert decide(controller, *[CROWD] * 4) == [72, 72, 72, 54]
     far_slower = replace(CROWD, rate=1000 * (1 - LOSS) - 1)
     assert controller.decide(far_slower) == 72, "slow tools leave the engine idle: no need to look further down"
 
@@ -51,7 +51,7 @@ def test_it_rises_while_seats_are_free_by_steps_that_are_halved_where_they_do_no
     assert decide(controller, ROOM, ROOM) == [125, 100]
     assert decide(controller, ROOM, ROOM) == [112, 100]
     assert decide(controller, ROOM, ROOM) == [106, 100]
-    assert decide(controller, ROOM, ROOM, ROOM) == [100, 106, 100], "the least step, and less often"
+    assert decide(controller, *[ROOM] * 5) == [100, 100, 100, 106, 100], "the least step, and less often"
 
 
 def test_a_full_engine_gets_no_more() -> None:

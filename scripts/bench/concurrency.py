@@ -23,6 +23,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ PROMPT = 300
 REAL_SEATS, REAL_PROMPT, REAL_KV_TOKENS = (6, 10, 14, 20, 64), 64, 2048
 ROOMS, TOOLS_S, AGENTS_KV_TOKENS, AGENT_SEATS = (16, 24, 32, 40, 72, 136, 264), (1.0, 20.0), 100_000, 64
 ANSWER_ROOMS = (32, 64, 128, 264, 520)
-REAL_ROOMS, REAL_AGENT_SEATS, REAL_AGENTS_KV_TOKENS = (16, 24, 32, 72), 32, 8192
+REAL_ROOMS, REAL_AGENT_SEATS, REAL_AGENTS_KV_TOKENS = (16, 24, 32, 72), 32, 12_288
 GROUP = 8
 
 
@@ -314,9 +315,9 @@ async def on_vllm(repeats: int) -> dict[str, float]:
             engine.shutdown()
 
 
-async def agents_on_vllm() -> Figures:
-    """Give two real engines with small caches more and more episodes of six turns."""
-    job = Job(length_of=lengths(16)["lognormal"], groups=48, prompt=128, turns=6, said=48, tool_s=0.05, collect_s=0.5)
+async def agents_on_vllm(repeats: int) -> Figures:
+    """Give two real engines with small caches more and more episodes of six turns, in turns of the arms."""
+    job = Job(length_of=lengths(16)["lognormal"], groups=48, prompt=256, turns=6, said=96, tool_s=0.05, collect_s=0.5)
     with tempfile.TemporaryDirectory() as folder:
         write_config(ON_CPU, Path(folder), torch.float32)
         spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=2048, num_seqs=REAL_AGENT_SEATS)
@@ -325,22 +326,24 @@ async def agents_on_vllm() -> Figures:
         os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
         from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
 
-        engines = list[Any]()
+        seeds, engines = count(), list[Any]()  # no run finds prompts of another in the cache
+
+        async def run(arm: str, repetition: int) -> Figures:
+            groups = 6 * job.groups if arm == "auto" else job.groups
+            limit, concurrency = adaptive(REAL_AGENT_SEATS, window_s=5.0) if arm == "auto" else (int(arm), None)
+            own = replace(job, groups=groups, seed=next(seeds))
+            return await Dispatch(own, engines, limit, concurrency).run(engine_cpu_s)
+
         try:
             engines += [VllmEngine(spec) for _ in range(2)]
-            for engine in engines:
-                await engine.tag_loaded(0)
-            runs = dict[str, Figures]()
-            for seed, limit in enumerate((*REAL_ROOMS, None)):  # no run finds prompts of another in the cache
-                arm, count = ("auto", 6 * job.groups) if limit is None else (str(limit), job.groups)
-                first, concurrency = (limit, None) if limit is not None else adaptive(REAL_AGENT_SEATS, window_s=5.0)
-                own = replace(job, groups=count, seed=seed)
-                runs[arm] = await Dispatch(own, engines, first, concurrency).run(engine_cpu_s)
-                progress(f"agents on two real engines, {arm}: {runs[arm]}")
-            return compared("vllm agents lognormal", runs)
+            arms: Any = make_arms(run, [*map(str, REAL_ROOMS), "auto"])  # pyright: ignore[reportArgumentType]
+            runs = await take_turns(arms, repeats)
         finally:
             for engine in engines:
                 engine.shutdown()
+    runs.show("agents on two real engines", {"tokens_per_s": ".0f", "whole": ".0f", "limit": ".0f"}, over="auto")
+    figures = {arm: runs.medians(arm) for arm in runs.by_arm}
+    return compared("vllm agents lognormal", figures)
 
 
 def main() -> None:
@@ -352,7 +355,7 @@ def main() -> None:
         if name in options.only:
             figures |= part()
     if options.vllm:
-        figures |= asyncio.run(on_vllm(options.repeats)) | asyncio.run(agents_on_vllm())
+        figures |= asyncio.run(on_vllm(options.repeats)) | asyncio.run(agents_on_vllm(options.repeats))
     write_json(figures)
 
 

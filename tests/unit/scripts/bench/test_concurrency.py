@@ -1,4 +1,4 @@
-"""How many episodes fit into a small KV cache, on a virtual clock: the benchmark sees too many, and auto finds fewer."""
+"""Episodes that overflow a small KV cache, on a virtual clock: what they cost, and that auto admits fewer."""
 
 from dataclasses import replace
 

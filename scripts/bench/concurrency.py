@@ -355,7 +355,8 @@ def main() -> None:
         if name in options.only:
             figures |= part()
     if options.vllm:
-        figures |= asyncio.run(on_vllm(options.repeats)) | asyncio.run(agents_on_vllm(options.repeats))
+        figures |= asyncio.run(on_vllm(options.repeats))
+        figures |= asyncio.run(agents_on_vllm(options.repeats))
     write_json(figures)
 
 

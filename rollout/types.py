@@ -38,8 +38,13 @@ class Prompt:
     ground_truth: str
     """The answer that the reward compares with."""
     data_source: str = ""
+    """The data set that the row says it is from, which evaluations are reported by."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
+    source: str = ""
+    """The name of its source in data.sources; empty where a run has no such."""
+    source_ordinal: int = 0
+    """Place among the prompts of its source, where a run has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,6 +578,16 @@ class EvaluatedPrompt:
     text: str = ""
     """The prompt as the model sees it, after the template."""
     ground_truth: str = ""
+    source: str = ""
+    """The name of its source in data.sources."""
+
+    @property
+    def reported_as(self) -> list[str]:
+        """Return the names under which its scores are reported: of its data set, or, where a run has several sources,
+        of its source and of the data set in it."""
+        if not self.source:
+            return [self.data_source]
+        return [self.source, *([f"{self.source}/{self.data_source}"] if self.data_source else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

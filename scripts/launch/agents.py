@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.actors.processes import end_descendants_with_this
 from rollout.agents.loop import AgentLoop, is_harness, load_agent_loop
@@ -51,7 +52,10 @@ def load_loop(config: Config, tokenizer: Any) -> AgentLoop:
 
 async def check_chat_template(config: Config, agents: AgentWorkerGroup) -> str | None:
     """Return what is wrong with the model's chat template for the sessions of a harness."""
-    return await agents.call(_find_problem, "looking at the template") if is_harness(config) else None
+    for source in sources_of(config):
+        if is_harness(source.config):
+            return await agents.call(_find_problem, "looking at the template", source.name)
+    return None
 
 
 def _find_problem(worker: AgentWorker) -> str | None:

@@ -1,6 +1,7 @@
 """Sees to it that a run that needs sandboxes can start them, before anything else starts."""
 
 from configs.checks.sandbox import needs_sandbox
+from configs.mixture import sources_of
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.environments.sandbox.launching import SandboxUnavailableError, check_backend
@@ -10,7 +11,8 @@ from rollout.environments.sandbox.sandboxes import provide
 def refuse_without_sandboxes(config: Config) -> None:
     """Raise ConfigError where this machine, on which agents run, cannot start the sandboxes that the config needs.
     The machines of a cluster are asked when their agent workers start."""
-    if needs_sandbox(config) and config.ray.address is None:
+    is_needed = any(needs_sandbox(source.config) for source in sources_of(config))
+    if is_needed and config.ray.address is None:
         try:
             check_backend(config.sandbox)
         except SandboxUnavailableError as error:

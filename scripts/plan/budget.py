@@ -1,5 +1,6 @@
 """The work and the memory of a run, as far as they can be computed before it starts."""
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from configs.validate import ConfigError
 from scripts.plan.machine import Machine, format_bytes, list_parts, refusals, this_machine
@@ -19,12 +20,17 @@ from weight_sync.transports.cleanup import DIRECTORY
 def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
     """Describe what one step and the whole run train on. `num_rows` is the size of the training set, None where it
     is missing."""
-    algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
-    trajectories = trainer.prompts_per_step * algorithm.group_size
+    algorithm, trainer = config.algorithm, config.trainer
+    sources = sources_of(config)
+    total = sum(source.weight for source in sources)
+    sizes = [source.weight / total * source.config.algorithm.group_size for source in sources]
+    trajectories = round(trainer.prompts_per_step * sum(sizes))
+    longest = [source.config.rollout.max_response_tokens for source in sources]
+    most = round(trainer.prompts_per_step * sum(size * tokens for size, tokens in zip(sizes, longest, strict=True)))
+    most_of_prompt = max(source.config.data.max_prompt_tokens for source in sources)
     prompts = trainer.total_steps * trainer.prompts_per_step
     parts = {
-        "step": f"{trajectories} trajectories, at most {trajectories * rollout.max_response_tokens:,} sampled tokens "
-        f"and {config.data.max_prompt_tokens} prompt tokens each",
+        "step": f"{trajectories} trajectories, at most {most:,} sampled tokens and {most_of_prompt} prompt tokens each",
         "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
         f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
         "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, "

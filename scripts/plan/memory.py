@@ -6,6 +6,7 @@ What Python and the libraries take comes on top: about 0.5 GB of host memory and
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from configs.mixture import longest_source
 from configs.model import LoraServing
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
@@ -162,7 +163,8 @@ def advice_for_activations(config: Config) -> str:
 
 def _row(config: Config) -> int:
     """Tokens of the longest sequence."""
-    sampled = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = longest_source(config)
+    sampled = longest.data.max_prompt_tokens + longest.rollout.max_response_tokens
     return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
 
 

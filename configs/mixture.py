@@ -5,7 +5,7 @@ Whatever reads a config (data, agent workers, rewards, evaluation) reads that of
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -101,6 +101,26 @@ def source_problems(config: Config) -> Iterator[Problem]:
         yield from problems
         if not problems:
             yield from _type_problems(config, key, entry)
+
+
+def unread_keys(config: Config, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the keys that a command line sets for the run, and that every source sets for itself."""
+    for override in overrides:
+        section, *names = override.partition("=")[0].lstrip("+").split(".")
+        names = names[:1] if names and names[0] in WHOLE.get(section, ()) else names
+        key = ".".join((section, *names))
+        if all(_sets(entry, (section, *names)) for entry in config.data.sources.values()):
+            yield Problem(key, f"has no effect, as every source sets its own: set data.sources.NAME.{key}")
+
+
+def _sets(entry: Mapping[str, Any], path: Sequence[str]) -> bool:
+    """Return whether the entry of a source has a value there."""
+    value: Any = entry
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def _entry_problems(key: str, entry: Mapping[Any, Any]) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ from configs.checks.ranges import out_of_range
 from configs.checks.sandbox import sandbox_problems
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import CONVERSATIONS, TRAIN_AND_VAL, teacher_problems, tracking_problems
-from configs.mixture import source_problems, sources_of
+from configs.mixture import source_problems, sources_of, unread_keys
 from configs.schema import Config
 
 OF_EVALUATIONS = ("evaluation.", "trainer.eval_every", "data.num_val")
@@ -38,12 +38,21 @@ def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Seque
     """Return a line for each problem. One that the run has by itself and all sources have is one of shared keys."""
     if tuple(needed_files) == CONVERSATIONS:
         return ["data.sources: `slipstream sft` learns the conversations of sft.train_files: leave it out"]
-    if problems := list(impossible_names(config)) or list(secret_problems(config)) or list(source_problems(config)):
+    if problems := (
+        list(impossible_names(config))
+        or list(secret_problems(config))
+        or [*source_problems(config), *unread_keys(config, overrides)]
+    ):
         return [problem.line(config) for problem in problems]
     sources = sources_of(config)
-    if any(source.config.data.holds_out for source in sources):  # then keys of evaluations have an effect
+    idle = {source.name for source in sources if not source.config.data.holds_out}
+    if len(idle) < len(sources):  # then keys of evaluations have an effect
         overrides = [override for override in overrides if not override.lstrip("+").startswith(OF_EVALUATIONS)]
-    by_source = {source.name: _lines(source.config, needed_files, overrides) for source in sources}
+    only_evaluates = tuple(needed_files) == ("val_files",) and len(idle) < len(sources)
+    by_source = {
+        source.name: _lines(source.config, () if only_evaluates and source.name in idle else needed_files, overrides)
+        for source in sources
+    }
     of_run = _lines(replace(config, data=replace(config.data, sources={})), needed_files, overrides)
     shared = [line for line in of_run if all(line in lines for lines in by_source.values())]
     own = [f"data.sources.{name}: {line}" for name, lines in by_source.items() for line in lines if line not in shared]

@@ -43,9 +43,9 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
     lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
     missing = [
-        problem.line(source.config)
+        f"data.sources.{source.name}: {line}" if source.name else line
         for source in sources_of(config)
-        for problem in missing_data(source.config, needed_files)
+        for line in (problem.line(source.config) for problem in missing_data(source.config, needed_files))
     ]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")

@@ -99,6 +99,8 @@ class MixedRun:
         )
         self.trained: list[Prompt] = []
         self.batches: list[TrainBatch] = []
+        self.last_turn: str | None = None
+        """The source whose turn it was when the checkpoint was captured."""
 
     def _rows(self, name: str) -> list[Prompt]:
         return [replace(row, text=f"{name} {row.text}") for row in make_rows(self.sources[name].num_rows)]
@@ -120,10 +122,11 @@ class MixedRun:
                 self.runner.live = step + 1
                 if step + 1 < last_step:
                     await self.buffer.advance(step + 1)
-        state = decode(encode(capture(self.rollouter)))
+        state, self.last_turn = decode(encode(capture(self.rollouter))), self.buffer.ledger.turn
         if last_step == self.num_steps:
             await producing
         else:
+            self.buffer.on_discard = lambda group: None  # the run that goes on from the checkpoint does it again
             producing.cancel()
             await asyncio.wait([producing])
         return state

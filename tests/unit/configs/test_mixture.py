@@ -88,3 +88,30 @@ def test_one_value_of_a_recipe_is_changed_on_the_command_line() -> None:
     assert sources["search"].config.rollout.agent_loop == "rollout.environments.search.tags:agent_loop"
     with pytest.raises(ConfigError, match=r"data.sources.search.wieght=2: a source has weight"):
         resolve("recipe=mixture", "+data.sources.search.wieght=2")
+
+
+def test_a_source_that_is_misspelled_on_a_command_line_is_not_one_more() -> None:
+    there_is = r"data.sources.serch: there is no such source, only arithmetic, agent, search; \+data.sources.serch.KEY"
+    with pytest.raises(ConfigError, match=there_is):
+        resolve("recipe=mixture", "data.sources.serch.weight=2")
+    config = resolve("recipe=mixture", "+data.sources.more.weight=2", "~data.sources.search")
+    assert [source.name for source in sources_of(config)] == ["arithmetic", "agent", "more"]
+    assert [source.name for source in sources_of(resolve("data.sources.a.weight=2", "data.sources.b.weight=3"))] == [
+        *"ab"
+    ]
+
+
+def test_a_key_of_the_run_that_every_source_sets_is_refused_on_a_command_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.generated=calculator: has no effect, .* set data.sources.NAME.data.gen"
+    ):
+        resolve("recipe=mixture", "data.generated=calculator")
+    some_do = resolve("recipe=mixture", "rollout.max_response_tokens=64")
+    assert [source.config.rollout.max_response_tokens for source in sources_of(some_do)] == [32, 64, 64]
+
+
+def test_an_evaluation_asks_the_sources_that_hold_something_out() -> None:
+    nothing = {"data": {"val_files": "none"}}
+    check(mixed(a=nothing, b={}), needed_files=("val_files",))
+    with pytest.raises(ConfigError, match="data.val_files=none: names nothing to evaluate"):
+        check(mixed(a=nothing, b=nothing), needed_files=("val_files",))

@@ -41,7 +41,7 @@ class StalenessWindow:
     update_interval: int = 1
     """Optimizer steps per version."""
     quota: Callable[[int], int] | None = None
-    """For one source of several: returns how many of its groups the first so many steps of the run train."""
+    """Returns how many groups the first so many steps of the run train; set for one source of several."""
 
     @property
     def horizon(self) -> int:
@@ -144,7 +144,8 @@ class SlotLedger:
 
     @property
     def turn(self) -> str | None:
-        """Return the source whose turn it is to claim: the only one. None of several could claim now."""
+        """Return the source whose turn it is to claim, which is always this one. A `MixedLedger` returns None while
+        none of its sources may claim."""
         return self.source
 
     def of(self, source: str) -> "SlotLedger":

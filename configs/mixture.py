@@ -105,11 +105,12 @@ def source_problems(config: Config) -> Iterator[Problem]:
 
 def unread_keys(config: Config, overrides: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys that a command line sets for the run, and that every source sets for itself."""
+    entries = config.data.sources.values()
     for override in overrides:
         section, *names = override.partition("=")[0].lstrip("+").split(".")
         names = names[:1] if names and names[0] in WHOLE.get(section, ()) else names
         key = ".".join((section, *names))
-        if all(_sets(entry, (section, *names)) for entry in config.data.sources.values()):
+        if section in ITS_KEYS and names and all(_sets(entry, (section, *names)) for entry in entries):
             yield Problem(key, f"has no effect, as every source sets its own: set data.sources.NAME.{key}")
 
 

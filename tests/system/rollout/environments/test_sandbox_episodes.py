@@ -110,7 +110,8 @@ IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
         (IN_OUT, [{"input": "2 3\n", "output": "5"}, {"input": "1 1\n", "output": "2\n"}], 1.0, 0.0),
         (IN_OUT, [{"input": "2 3\n", "output": "6"}, {"input": "1 1\n", "output": "2\n"}], 0.5, 0.0),
         ("while True: pass", [{"input": "", "output": ""}], 0.0, 1.0),
-        ("import os\nwhile True: os.fork()", [{"input": "", "output": ""}], 0.0, 1.0),
+        # It ends by the kernel's limit or, if it is looked at in time, by ours.
+        ("import os\nwhile True: os.fork()", [{"input": "", "output": ""}], 0.0, None),
         ("no program", [{"input": "", "output": "no program"}], 0.0, 0.0),
         (
             "f = open('/work/big', 'wb')\nwhile f.write(bytes(1 << 20)): pass",

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
@@ -174,7 +174,8 @@ class TrajectoryBuffer:
         self.num_trained += len(chosen)
         groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
         self.trained.update(group.prompt.source for group in groups)
-        return self._mask_stale_tokens(groups, global_steps)
+        counts = {name: self.trained[name] for name in self._sources}
+        return replace(self._mask_stale_tokens(groups, global_steps), trained=counts)
 
     def waited_s(self) -> float:
         """Return the seconds that the trainer has waited in `next_batch`, this one included."""
@@ -198,14 +199,16 @@ class TrajectoryBuffer:
             **self._source_gauges(),
         }
 
+    @property
+    def _sources(self) -> Mapping[str, SlotLedger]:
+        """The slots of each source of data.sources; nothing where a run has no such."""
+        return self.ledger.sources if isinstance(self.ledger, MixedLedger) else {}
+
     def _source_gauges(self) -> dict[str, float]:
-        if not isinstance(self.ledger, MixedLedger):
-            return {}
         gauges: dict[str, float] = {}
-        for source, ledger in self.ledger.sources.items():
+        for source, ledger in self._sources.items():
             gauges[f"sources/{source}/inflight_groups"] = ledger.num_in_flight
             gauges[f"sources/{source}/ready_groups"] = ledger.num_ready
-            gauges[f"sources/{source}/trained_groups"] = self.trained[source]
             gauges[f"sources/{source}/discarded_groups"] = self.discarded[source]
         return gauges
 

@@ -5,7 +5,7 @@ Token sequences are numpy arrays, because Ray moves them between processes on on
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self, TypeVar
@@ -598,6 +598,8 @@ class TrainBatch:
     """The groups by prompt ordinal, so the order of arrival cannot change the arithmetic."""
     masked_tokens: int
     """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """The groups of each source of data.sources in all batches of the run up to this one."""
 
 
 def staleness(version: Version, global_steps: int, interval: int = 1) -> Version:

@@ -77,6 +77,7 @@ def check_shares(runs: list[MixedRun]) -> None:
             assert first.window.is_fresh(group.min_version, step)
             assert len(group.trajectories) == first.sources[group.prompt.source].group_size
             assert group.rewards_differ
+        assert batch.trained == {name: trained[name] for name in first.sources}, "a resumed run goes on counting"
         for name, source in first.sources.items():
             assert abs(trained[name] - (step + 1) * first.groups_per_step * source.weight / total) < 1
 

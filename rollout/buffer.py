@@ -217,9 +217,9 @@ class TrajectoryBuffer:
         ledger, filtered = self.ledger.of(source), self._filtered_since_batch[source]
         batch_size, allowed = ledger.window.groups_per_step, self.max_sample_batches or 0
         if filtered > allowed * batch_size and ledger.num_ready < batch_size:
-            whose, share = (f" of {source}", f"{source}'s share of ") if source else ("", "")
+            whose, share = (f"data.sources.{source}: ", "its share of ") if source else ("", "")
             raise TooFewGroupsError(
-                f"{filtered} groups{whose} with equal rewards since the last batch, for {ledger.num_ready} that "
+                f"{whose}{filtered} groups with equal rewards since the last batch, for {ledger.num_ready} that "
                 f"differ: algorithm.max_sample_batches={allowed} allows {allowed} x {share}trainer.prompts_per_step="
                 f"{batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
             )

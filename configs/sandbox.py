@@ -35,7 +35,10 @@ class SandboxConfig:
     timeout_s: float = 20.0
     """Deadline in seconds of a command, and of all hidden tests of a response together."""
     start_timeout_s: float = 30.0
-    """Deadline in seconds for the start of a sandbox, and for waiting until one of sandbox.max_running is free."""
+    """Deadline in seconds for the start of a sandbox."""
+    wait_timeout_s: float = 1800.0
+    """Deadline in seconds for waiting until one of sandbox.max_running is free: an episode may hold its own until it
+    ends."""
     max_running: int = 64
     """Sandboxes in use at once in each agent worker. Further episodes and rewards wait."""
     warm: int = 4

@@ -1,7 +1,8 @@
 """Compose a command line with Hydra, which writes nothing, say in one line what is wrong, and run what was composed."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def _refuse_unknown_sources(name: str, overrides: Sequence[str]) -> None:
 
 def _key(override: str) -> str:
     return override.partition("=")[0]
+
+
+@contextmanager
+def beside_another_hydra() -> Iterator[None]:
+    """Compose within this where the process may be a user's own `hydra.main`: its Hydra and the config that its
+    interpolations read are put aside, and come back at the end."""
+    hydra, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = hydra
+        HydraConfig.instance().cfg = config
 
 
 def run_composed(job: ComposedJob, run_dir: Path, task: Callable[[DictConfig], object]) -> None:

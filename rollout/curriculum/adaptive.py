@@ -14,7 +14,7 @@ from rollout.curriculum.passes import PassRates
 from rollout.types import Prompt
 
 ORDER_PARAMETERS = ("rows", "passes", "random")
-"""The parameters of a user's function: the prompts of all rows, their `PassRates` and a numpy generator."""
+"""The parameters of a user's function: the prompts of all rows, a `PassRatesView` of theirs and a numpy generator."""
 
 
 class Adaptive:

@@ -150,10 +150,15 @@ class Custom(Chooser):
     def __init__(self, name: str, function: Callable[..., int], rows: Sequence[Prompt]):
         self._name = name
         self._function = function
-        self._rows = rows
+        self._rows = tuple(rows)  # what the function gets it cannot change
 
     def choose(self, draw: Draw) -> int:
-        answer = self._function(self._rows, draw.passes, draw.random)
+        """Return the row that the function names. Raises RuntimeError, which names the key, for what it raises."""
+        try:
+            answer = self._function(self._rows, draw.passes.view, draw.random)
+        except Exception as error:  # a user's function raises what it likes
+            problem = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"data.curriculum.order={self._name}: has raised {problem:.500}") from error
         try:
             row = operator.index(answer)
         except TypeError:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
 MOST_LEVELS = 10
 """Numbers of more different values are divided into so many levels of about equal size."""
+Cell = str | Real | Decimal
 
 
 class ColumnError(ValueError):
@@ -20,7 +22,7 @@ class ColumnError(ValueError):
 
 def levels_of(rows: Sequence[Mapping[str, Any]], column: str, *, needs_numbers: bool = False) -> list[int]:
     """Return the level of each row, from 0 without a gap. Text that is a number counts as one, and levels of numbers
-    ascend. Raises ColumnError.
+    ascend. Other text has a level for each value; among many different numbers it is a mistake. Raises ColumnError.
 
     Example: levels_of([{"difficulty": 3}, {"difficulty": 1}, {"difficulty": 3}], "difficulty") == [1, 0, 1]
 
@@ -33,9 +35,11 @@ def levels_of(rows: Sequence[Mapping[str, Any]], column: str, *, needs_numbers: 
     numbers = [_number(value) for value in values]
     if None not in numbers:
         return _ranked([number for number in numbers if number is not None])
+    place = numbers.index(None)
     if needs_numbers:
-        place = numbers.index(None)
         raise ColumnError(f"column {column!r} must be a number, from easy to hard, is {values[place]!r:.60}", place)
+    if len(set(numbers)) > MOST_LEVELS + 1:  # as text, each would be a level of its own
+        raise ColumnError(f"column {column!r} is {values[place]!r:.60} here, and a number in other rows", place)
     texts = list(map(str, values))
     order = {text: level for level, text in enumerate(sorted(set(texts)))}
     return [order[text] for text in texts]
@@ -54,20 +58,22 @@ def _ranked(numbers: Sequence[float]) -> list[int]:
     return [order[number] for number in numbers]
 
 
-def _value(row: Mapping[str, Any], column: str, place: int) -> Any:
+def _value(row: Mapping[str, Any], column: str, place: int) -> Cell:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise ColumnError(f"no column {column!r}", place)
         value = value[name]
-    if not isinstance(value, str | Real):
+    if not isinstance(value, str | Real | Decimal):
         raise ColumnError(f"column {column!r} must be text or a number, is {type(value).__name__}", place)
+    if not isinstance(value, str) and _number(value) is None:
+        raise ColumnError(f"column {column!r} must be text or a finite number, is {value!r:.60}", place)
     return value
 
 
-def _number(value: str | Real) -> float | None:
+def _number(value: Cell) -> float | None:
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

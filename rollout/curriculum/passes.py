@@ -111,6 +111,10 @@ class PassRates:
         return (PRIOR + passed) / (2 * PRIOR + passed + failed)
 
     @property
+    def view(self) -> "PassRatesView":
+        return PassRatesView(self)
+
+    @property
     def checksum(self) -> int:
         """Return a number for the pools of the rows: 0 where there are none."""
         return 0 if self._pools is None else zlib.crc32(self._pools.astype("<i4").tobytes())
@@ -123,3 +127,33 @@ class PassRates:
         self.clock, self.visits = clock, visits.copy()
         self._of_rows.restore(of_rows)
         self._of_pools.restore(of_pools)
+
+
+class PassRatesView:
+    """The pass rates of an order as a user's function reads them. Nothing here changes the order.
+
+    Example: passes.view.visits, passes.view.rate(), passes.view.variance(np.array([2]))
+    """
+
+    def __init__(self, passes: PassRates):
+        self._passes = passes
+
+    @property
+    def visits(self) -> IntArray:
+        """The number of times that each row was drawn, to be read only."""
+        visits = self._passes.visits.view()
+        visits.flags.writeable = False
+        return visits
+
+    @property
+    def clock(self) -> int:
+        """Outcomes that were told."""
+        return self._passes.clock
+
+    def rate(self, rows: IntArray | None = None) -> Rates:
+        """Return the mean of the posterior of these rows' pass rates, by default of all."""
+        return self._passes.rate(rows)
+
+    def variance(self, rows: IntArray | None = None) -> Rates:
+        """Return the variance of the next response's reward at these rows, by default at all."""
+        return self._passes.variance(rows)

@@ -10,8 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.cli.arguments import quoted
-from configs.cli.compose import ComposedJob, compose_job, folder, refuse_new_folder
+from configs.cli.compose import ComposedJob, beside_another_hydra, compose_job, folder, refuse_new_folder
 from configs.cli.evaluated_run import expand_folder
 from configs.cli.overrides import check_overrides
 from configs.serve import ADDRESS_FILE
@@ -21,7 +23,7 @@ from scripts.api.functions import reference
 from scripts.api.process import CommandProcess, Outcome
 from scripts.api.results import EvaluationResult, Server, TrainResult, UnprovenError, read_summary
 from scripts.api.rows import lines_of, write_rows
-from scripts.api.words import Reward, reward_text, words
+from scripts.api.words import Reward, reward_text, text, words
 from scripts.command.command import STOPPED, UNPROVEN
 
 Rows = Iterable[Mapping[str, Any]]
@@ -76,8 +78,8 @@ def train(
         line.append(f"rollout.reward={quoted(reward_text(reward))}")
     line += [*_agent(agent), *_loop(environment, tools, max_turns), *_sections(data, held_out)]
     line += words(overrides)
-    if isinstance(held_out, int | float):
-        line.append(f"data.val_share={held_out!r}")
+    if isinstance(held_out, int | float | np.number):
+        line.append(f"data.val_share={text('data.val_share', held_out)}")
     files = {"data.train_files": data, "data.val_files": held_out}
     shares = data is not None and not isinstance(data, Mapping) and held_out is None
     line = _completed("train", line, files, run_dir, val_share=VAL_SHARE if shares else None)
@@ -154,7 +156,8 @@ def serve(
     check_overrides(line)
     if run_dir is not None:
         line.append(f"hydra.run.dir={quoted(str(Path(run_dir).resolve()))}")
-    where = Path(folder(compose_job("serve", line).hydra, "run")).resolve()
+    with beside_another_hydra():
+        where = Path(folder(compose_job("serve", line).hydra, "run")).resolve()
     (where / ADDRESS_FILE).unlink(missing_ok=True)  # of one that was killed
     process = CommandProcess("serve", [*line, f"hydra.run.dir={quoted(str(where))}"])
     try:
@@ -162,6 +165,7 @@ def serve(
             process.look()
             if (where / ADDRESS_FILE).is_file():
                 url = (where / ADDRESS_FILE).read_text(encoding="utf-8")
+                process.pass_on_from_here()
                 return Server(url=url, run_dir=where, _process=process)
     except BaseException:
         process.stop()
@@ -237,11 +241,19 @@ def _completed(
     for key, data in files.items():
         if isinstance(data, str | PathLike):
             line.append(f"{key}={quoted(str(data))}")
-        elif data is not None and not isinstance(data, Mapping | int | float):
+        elif data is not None and not isinstance(data, Mapping | int | float | np.number):
             rows[key] = lines_of(key, data)
     if not rows and val_share is None:
         return line
-    job = _composed(command, line)
+    with beside_another_hydra():
+        return [*line, *_of_rows(_composed(command, line), rows, run_dir, val_share)]
+
+
+def _of_rows(
+    job: ComposedJob, rows: Mapping[str, bytes], run_dir: str | PathLike[str] | None, val_share: float | None
+) -> list[str]:
+    """Write the rows into the run folder, and return the overrides that name them and what is held out."""
+    line: list[str] = []
     if val_share is not None and job.config.data.val_files is None and job.config.data.val_share is None:
         line.append(f"data.val_share={val_share!r}")
     if rows:

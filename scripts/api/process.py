@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Sequence
@@ -71,6 +72,8 @@ class CommandProcess:
             env={**os.environ, "PYTHONPATH": python_path()},
         )
         self._output = _Output(self._process)
+        self._reader: threading.Thread | None = None
+        """Passes the output on in place of `look`."""
 
     @property
     def is_alive(self) -> bool:
@@ -78,11 +81,32 @@ class CommandProcess:
 
     def look(self) -> None:
         """Pass the output on, and wait for more for a moment."""
-        self._output.pass_on(LOOK_S)
+        if self._reader is None:
+            self._output.pass_on(LOOK_S)
+        else:
+            self._reader.join(LOOK_S)
+
+    def pass_on_from_here(self) -> None:
+        """Pass the output on from a thread: who has a server does other things, and a command whose pipe is full stands
+        still."""
+        self._reader = threading.Thread(target=self._pass_all_on, name="output", daemon=True)
+        self._reader.start()
+
+    def _pass_all_on(self) -> None:
+        while self.is_alive:
+            self._output.pass_on(LOOK_S)
+        self._output.pass_on(0)
 
     def wait(self) -> Outcome:
         """Wait for the end, and return it. Ctrl-C stops the command as it does in a terminal, and is raised again once
-        the command has ended."""
+        the command has ended. So is any other exception that comes up here, such as that of an alarm."""
+        try:
+            return self._waited()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _waited(self) -> Outcome:
         stopped: KeyboardInterrupt | None = None
         stop_at = float("inf")
         while self.is_alive:
@@ -109,10 +133,12 @@ class CommandProcess:
             if self.is_alive:
                 kill_group(self._process.pid)
             self._process.wait(STOP_S)
-        self._outcome()
+        self._outcome()  # closes what is open; of one that has ended already, there is nothing left to close
 
     def _outcome(self) -> Outcome:
         code = self._process.returncode
+        if self._reader is not None:
+            self._reader.join(STOP_S)
         try:
             return pickle.loads(self._file.read_bytes())
         except FileNotFoundError:
@@ -152,8 +178,9 @@ class _Output:
 
     def _write(self, pipe: IO[bytes], target: TextIO, decoder: IncrementalDecoder) -> None:
         piece = os.read(pipe.fileno(), PIECE_BYTES)
-        target.write(decoder.decode(piece, final=not piece))
-        target.flush()
+        if not target.closed:  # a cell's stream may be: what nobody reads is dropped, as the command waits for its pipe
+            target.write(decoder.decode(piece, final=not piece))
+            target.flush()
         if not piece:
             self._selector.unregister(pipe)
 

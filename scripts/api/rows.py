@@ -6,6 +6,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.validate import ConfigError
 from trainer.tracking.sinks import write_atomically
 
@@ -20,12 +22,19 @@ def lines_of(key: str, rows: Iterable[Mapping[str, Any]]) -> bytes:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{key}: row {number} must be a dict, is {type(row).__name__}")
         try:
-            lines.append(json.dumps(dict(row), ensure_ascii=True, allow_nan=False))
+            lines.append(json.dumps(dict(row), ensure_ascii=True, allow_nan=False, default=_plain))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}: row {number} is not JSON: {error}") from error
     if not lines:
         raise ConfigError(f"{key}: has no rows")
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _plain(value: object) -> Any:
+    """Return numpy's numbers and arrays as Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def write_rows(run_dir: Path, name: str, lines: bytes) -> Path:

@@ -5,6 +5,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.cli.arguments import quoted
 from configs.cli.overrides import FREE
 from configs.load import key_docs
@@ -42,6 +44,8 @@ def text(key: str, value: Any) -> str:
             return str(value).lower()
         case Enum():
             return text(key, value.value)
+        case np.generic():  # np.float64 is a float, too, whose repr is no number
+            return text(key, value.item())
         case int() | float():
             return repr(value)
         case str() | Path():
@@ -71,8 +75,8 @@ def reward_text(reward: Reward) -> str:
             return reward
         case list():
             return "+".join(map(reward_text, reward))
-        case (int() | float() as weight, term):
-            return f"{weight!r}*{reward_text(term)}"
+        case (int() | float() | np.number() as weight, term):
+            return f"{text('rollout.reward', weight)}*{reward_text(term)}"
     if callable(reward):
         return reference("rollout.reward", reward)
     raise ConfigError(

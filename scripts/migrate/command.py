@@ -17,7 +17,7 @@ from configs.validate import ConfigError
 from scripts.migrate import prime_rl, skyrl, trl, verl
 from scripts.migrate.counterparts import Rules, Told, Translation, translate
 from scripts.migrate.reading import FRAMEWORKS, read
-from scripts.migrate.settings import Unknown, UnreadableError
+from scripts.migrate.settings import Unknown, Unread, UnreadableError
 
 RULES: Mapping[str, Rules] = {"verl": verl.RULES, "skyrl": skyrl.RULES, "trl": trl.RULES, "prime_rl": prime_rl.RULES}
 BASE = ("model=hf",)
@@ -121,10 +121,12 @@ def _notes(translation: Translation, refusals: Sequence[Refusal]) -> Iterator[st
 
 def _converted(told: Told) -> str:
     here = " ".join(f"{key}={_text(value)}" for key, value in told.here.items())
-    return f"{told.setting.key}={_shown(told.setting.value)} is {here}: {told.why}"
+    return f"{told.setting.key}={_shown(told.setting.value)} is {here}: {told.why.removesuffix('; ')}"
 
 
 def _without(told: Told) -> str:
+    if isinstance(told.setting.value, Unread):
+        return f"{told.setting.key}: {told.why}"
     return f"{told.setting.key}={_shown(told.setting.value)}: {told.why}"
 
 

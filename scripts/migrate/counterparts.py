@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.cli.peers import EQUIVALENTS, FRAMEWORKS, Equivalent
-from scripts.migrate.settings import Setting, Source, Unknown
+from scripts.migrate.settings import Setting, Source, Unknown, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,10 @@ class Rules:
     nothing: Mapping[str, str]
     """Reasons for which keys of these beginnings have no counterpart, the longest first."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values that their framework takes where the file is silent, of keys whose default differs here."""
+    """Values that their framework takes where the file is silent, of keys whose default differs here. It may be the
+    same for keys in which others are counted."""
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Other names of keys with a default, which does not count where the file uses one of them."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Our keys that every run coming from there needs, such as the columns of its data."""
     own_code: Mapping[str, Rule] = field(default_factory=dict)
@@ -83,8 +86,9 @@ class Translation:
 
 def translate(source: Source, rules: Rules) -> Translation:
     """Return our keys for all settings of a source."""
-    theirs: dict[str, Any] = {**rules.defaults, **{setting.key: setting.value for setting in source.settings}}
-    own = {setting.key for setting in source.settings}
+    own = {setting.key: setting.value for setting in source.settings}
+    defaults = {key: value for key, value in rules.defaults.items() if own.keys().isdisjoint(_names(key, rules))}
+    theirs: dict[str, Any] = {**defaults, **own}
     overrides: dict[str, Any] = dict(rules.always)
     told: list[Told] = []
     for key, value in theirs.items():
@@ -92,14 +96,20 @@ def translate(source: Source, rules: Rules) -> Translation:
         match _answer(setting, theirs, source.framework, rules):
             case Here(values=values, why=why):
                 overrides |= values
-                default = f"the default of {FRAMEWORKS[source.framework]}"
-                why = why if key in own else f"{default}; {why}" if why else default
-                told.append(Told(setting=setting, here=values, why=why))
+                told.append(Told(setting=setting, here=values, why=_origin(key, own, source) + why))
             case Nothing(why=why):
-                told.append(Told(setting=setting, here={}, why=why))
+                told.append(Told(setting=setting, here={}, why=_origin(key, own, source) + why))
             case Covered():
                 pass
     return Translation(overrides=overrides, told=tuple(told), to_do=tuple(_fill_gaps(overrides)))
+
+
+def _names(key: str, rules: Rules) -> tuple[str, ...]:
+    return (key, *rules.other_names.get(key, ()))
+
+
+def _origin(key: str, own: Theirs, source: Source) -> str:
+    return "" if key in own else f"the default of {FRAMEWORKS[source.framework]}; "
 
 
 def _fill_gaps(overrides: dict[str, Any]) -> Iterator[str]:
@@ -117,6 +127,8 @@ def _fill_gaps(overrides: dict[str, Any]) -> Iterator[str]:
 
 def _answer(setting: Setting, theirs: Theirs, framework: str, rules: Rules) -> Answer:
     key, value = setting.key, setting.value
+    if isinstance(value, Unread):
+        return Nothing(value.why)
     if key in rules.own_code:
         return rules.own_code[key](value, theirs)
     if isinstance(value, Unknown):

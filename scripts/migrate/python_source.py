@@ -4,16 +4,22 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.migrate.settings import Setting, Unknown, UnreadableError
+from scripts.migrate.settings import Setting, Unknown, Unread, UnreadableError
 
 CONFIGS = ("GRPOConfig", "AsyncGRPOConfig")
 TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer")
+POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+"""The parameters of a trainer, in their order."""
+ASYNC = {"max_completion_length": 2048, "lr_scheduler_type": "constant", "max_staleness": 4}
+"""The defaults of AsyncGRPOConfig that are not those of GRPOConfig."""
+INSTEAD = "is supervised fine-tuning, whose keys are others: write a command of slipstream sft (docs/sft.md)"
 ADAPTERS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
 """Arguments of PEFT's LoraConfig, by the names that TRL's own options have."""
 
 
 def read_python(text: str) -> list[Setting]:
-    """Return the arguments of GRPOConfig, GRPOTrainer and LoraConfig, and of the `load_dataset` of the training data.
+    """Return the arguments of GRPOConfig, GRPOTrainer and LoraConfig, and of the `load_dataset` of the training data,
+    and what is set of a config after it was made. What else these calls have is Unread.
 
     Raises UnreadableError for a file that is no Python, or has none of them.
     """
@@ -27,25 +33,76 @@ def read_python(text: str) -> list[Setting]:
         callee = _last_name(call.func)
         arguments = {keyword.arg: _value(keyword.value, names) for keyword in call.keywords if keyword.arg is not None}
         if callee in CONFIGS:
-            settings += [Setting(key, value) for key, value in arguments.items()]
+            settings += _of_config(callee, call, arguments, names)
         elif callee == "LoraConfig":
             settings += [Setting(name, arguments[key]) for key, name in ADAPTERS.items() if key in arguments]
+            settings += [_unread(callee, key) for key in arguments if key not in (*ADAPTERS, "task_type")]
         elif callee in TRAINERS:
             settings += _of_trainer(call, arguments, names)
+        if callee in (*CONFIGS, *TRAINERS, "LoraConfig"):
+            settings += [_unread(callee, f"**{ast.unparse(word.value)}") for word in call.keywords if word.arg is None]
+    settings += _set_later(tree, names)
     if not settings:
+        called = {_last_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        if fine_tuning := called & {"SFTConfig", "SFTTrainer"}:
+            raise UnreadableError(f"{max(fine_tuning)} {INSTEAD}")
         raise UnreadableError(f"has no call of {', '.join((*CONFIGS, *TRAINERS))}")
     return settings
 
 
+def _of_config(
+    callee: str, call: ast.Call, arguments: Mapping[str, Any], names: Mapping[str, ast.expr]
+) -> list[Setting]:
+    """The first argument without a name is output_dir."""
+    inherited = ASYNC if callee == "AsyncGRPOConfig" else {}
+    values = {**inherited, **({"output_dir": _value(call.args[0], names)} if call.args else {}), **arguments}
+    unread = [_unread(callee, ast.unparse(argument)) for argument in call.args[1:]]
+    return [*(Setting(key, value) for key, value in values.items()), *unread]
+
+
 def _of_trainer(call: ast.Call, arguments: Mapping[str, Any], names: Mapping[str, ast.expr]) -> list[Setting]:
     kept = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "environment_factory": "environment_factory"}
-    settings = [Setting(name, arguments[key]) for key, name in kept.items() if key in arguments]
-    if call.args:
-        settings.append(Setting("model_name_or_path", _value(call.args[0], names)))
-    for keyword in call.keywords:
-        if keyword.arg in ("train_dataset", "eval_dataset"):
-            settings.append(Setting(keyword.arg, _data_set(keyword.value, names)))
+    nodes = dict(zip(POSITIONS, call.args, strict=False))
+    nodes |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    settings: list[Setting] = []
+    for key, node in nodes.items():
+        if key in kept:
+            settings.append(Setting(kept[key], arguments.get(key, _value(node, names))))
+        elif key in ("train_dataset", "eval_dataset"):
+            settings.append(Setting(key, _data_set(node, names)))
+        elif key != "args" and not (key == "peft_config" and _makes(node, names, ("LoraConfig",))):
+            settings.append(Setting(f"{key}={ast.unparse(node)}", Unread("this argument of the trainer is not read")))
     return settings
+
+
+def _set_later(tree: ast.Module, names: Mapping[str, ast.expr]) -> list[Setting]:
+    """Return what is assigned to attributes of a config, or of a trainer's `args`."""
+    settings: list[Setting] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, _value(node.value, names)
+        elif isinstance(node, ast.AugAssign):
+            targets, value = [node.target], Unknown(ast.unparse(node))
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Attribute) and _is_config(target.value, names):
+                settings.append(Setting(target.attr, value))
+    return settings
+
+
+def _is_config(node: ast.expr, names: Mapping[str, ast.expr]) -> bool:
+    return _makes(node, names, CONFIGS) or (isinstance(node, ast.Attribute) and node.attr == "args")
+
+
+def _makes(node: ast.expr, names: Mapping[str, ast.expr], callees: tuple[str, ...]) -> bool:
+    """Return whether this is a call of one of these, or a name of what it made."""
+    made = names.get(node.id) if isinstance(node, ast.Name) else node
+    return isinstance(made, ast.Call) and _last_name(made.func) in callees
+
+
+def _unread(callee: str, argument: str) -> Setting:
+    return Setting(f"{callee}({argument})", Unread("this argument is not read"))
 
 
 def _data_set(node: ast.expr, names: Mapping[str, ast.expr]) -> str | Unknown:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from scripts.migrate.python_source import read_python
-from scripts.migrate.settings import Setting, Source, UnreadableError, flat, last_of_each
-from scripts.migrate.shell import Shell, options_of, overrides_of
+from scripts.migrate.python_source import INSTEAD, read_python
+from scripts.migrate.settings import Setting, Source, Unread, UnreadableError, flat, last_of_each
+from scripts.migrate.shell import Shell, options_of, overrides_of, unread_words
 
 FRAMEWORKS = {"verl": "verl", "skyrl": "skyrl", "trl": "trl", "prime-rl": "prime_rl"}
 """The names on the command line, and those of `configs.cli.peers`."""
@@ -18,10 +18,14 @@ MARKS = {
         r"\bskyrl|generator\.(inference_engine|n_samples|sampling_params|num_inference)", re.IGNORECASE
     ),
     "verl": re.compile(r"\bverl\b|\bmain_(ppo|dapo)\b|actor_rollout_ref\."),
-    "prime_rl": re.compile(r"\bprime[-_]rl\b|^\s*\[(orchestrator|inference|deployment)\b", re.MULTILINE),
+    "prime_rl": re.compile(r"\bprime[-_]rl\b|^\s*\[{1,2}(orchestrator|inference|deployment)\b", re.MULTILINE),
     "trl": re.compile(r"\btrl\b|\bGRPO(Config|Trainer)\b|num_generations|per_device_train_batch_size"),
 }
 """Signs of a file of each framework, in the order in which they are looked for."""
+
+
+SFT = re.compile(r"(\S*[._/])?(fsdp_|main_)?sft(_trainer\w*|_with\w*)?(\.py)?", re.IGNORECASE)
+"""The names of programs that fine-tune on conversations, such as `verl.trainer.fsdp_sft_trainer` and `trl sft`."""
 
 
 def read(path: Path, framework: str | None) -> Source:
@@ -73,8 +77,16 @@ def _of_script(text: str, framework: str) -> list[Setting]:
     shell = Shell()
     shell.read(text)
     read_words = overrides_of if framework in ("verl", "skyrl") else options_of
-    settings = [found for command in shell.commands if (found := read_words(command)) and _starts(command, framework)]
-    return max(settings, key=len, default=[])
+    commands = [command for command in shell.commands if _starts(command, framework)]
+    command = max(commands, key=lambda command: len(read_words(command)), default=[])
+    before = dict(zip(command[1:], command, strict=False))
+    programs = [word for word in command if before.get(word) in ("-m", "trl") or word.endswith(".py")]
+    if fine_tuning := [word for word in programs if SFT.fullmatch(word) and "=" not in word]:
+        raise UnreadableError(f"{fine_tuning[0]} {INSTEAD}")
+    unread = unread_words(command) if read_words is overrides_of else []
+    doubts = [Setting(name, Unread(why)) for name, why in shell.doubts.items()]
+    settings = read_words(command)
+    return [*settings, *unread, *doubts] if settings else []
 
 
 def _starts(command: list[str], framework: str) -> bool:

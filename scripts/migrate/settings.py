@@ -25,12 +25,22 @@ class Unknown:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """A place of theirs that is not read, and why.
+
+    Example: Setting("--config-name=other.yaml", Unread("no setting; its file is not read"))
+    """
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """Example: Setting("data.train_batch_size", 1024)"""
 
     key: str
     value: Any
-    """None, a truth value, a number, a text, a list of these, or Unknown."""
+    """None, a truth value, a number, a text, a list of these, Unknown or Unread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Shell scripts, read and not run: their variables, arrays, `${NAME:-default}` and sums, and the words of commands.
 
 What only running tells (`$(...)`, variables of the environment, arguments) is Unknown. Conditions and loops are not
-followed: their lines count one after another, as if there were none.
+followed: their lines count one after another, as if there were none, and `doubts` says of which variables that decides.
 """
 
 import ast
@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from scripts.migrate.settings import Setting, Unknown, typed
+from scripts.migrate.settings import Setting, Unknown, Unread, typed
 
 ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACES = re.compile(r"(?P<name>[A-Za-z_]\w*|[0-9@*])(?P<array>\[[@*]\])?(?::?(?P<how>[-=+?])(?P<other>.*))?", re.DOTALL)
-OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w./@-]*=")
+OPENING, CLOSING = re.compile(r"\s*(if|case|for|while|until)\b"), re.compile(r"(^|[;\s])(fi|esac|done)\b")
+IN_A_LINE = re.compile(r"(?:\b(?:then|else|do)|&&|\|\|)\s+(?:export\s+)?([A-Za-z_]\w*)=")
+"""An assignment behind a condition in the same line, which is not read."""
 MARK = "\0"
 """Encloses, in a word, what is unknown of it."""
 MANY = "\1"
@@ -43,14 +46,23 @@ class Shell:
     variables: dict[str, str] = field(default_factory=lambda: {"HOME": "~"})
     arrays: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
+    doubts: dict[str, str] = field(default_factory=dict)
+    """Notes on the variables that a condition decides, by their names."""
 
     def read(self, text: str) -> None:
+        depth = 0
         for line in _logical_lines(text):
             assignment = ASSIGNMENT.fullmatch(line)
             if assignment is None:
+                depth += bool(OPENING.match(line)) - len(CLOSING.findall(line))
+                self.doubts |= dict.fromkeys(IN_A_LINE.findall(line), "set in a condition, which is not followed")
                 self._take_commands(line)
                 continue
             name, more, value = assignment.groups()
+            if depth > 0 and (before := self.arrays.get(name) or self.variables.get(name)):
+                shown = " ".join(before) if isinstance(before, list) else before
+                taken = f"{value.strip()} counts here; before it is {shown.replace(MARK, '')}"
+                self.doubts[name] = f"set again in a condition or a loop: {taken}"
             if value.startswith("("):
                 words = self.words(value[1:].rpartition(")")[0].replace("\n", " "))
                 self.arrays[name] = [*(self.arrays.get(name, []) if more else []), *words]
@@ -174,6 +186,37 @@ class Shell:
 def overrides_of(command: list[str]) -> list[Setting]:
     """Return the settings of a command's words `key=value`, as Hydra takes them."""
     return [_setting(*word.split("=", 1)) for word in command if OVERRIDE.match(word)]
+
+
+def unread_words(command: list[str]) -> list[Setting]:
+    """Return what a command that takes overrides has besides them, after the program."""
+    words = command[_program_end(command) :]
+    settings: list[Setting] = []
+    position = 0
+    while position < len(words):
+        word, position = words[position], position + 1
+        if re.match(r"[0-9]*&?[<>]", word):  # a redirection, with its file
+            position += word.endswith((">", "<"))
+        elif re.match(r"~\w", word):
+            settings.append(Setting(word, Unread("deletes a setting of theirs, and is not read")))
+        elif word.replace(MARK, "") and not OVERRIDE.match(word):
+            following = words[position : position + 1]
+            if word.startswith("-") and "=" not in word and following and not OVERRIDE.match(following[0]):
+                word, position = f"{word} {following[0]}", position + 1
+            settings.append(Setting(word.replace(MARK, ""), Unread("no setting of a known form: it is not read")))
+    return settings
+
+
+def _program_end(command: list[str]) -> int:
+    """Return the place after `-m MODULE` or a script, or else that of the first override."""
+    for position, word in enumerate(command):
+        if word == "-m":
+            return position + 2
+        if word.endswith(".py") and not OVERRIDE.match(word):
+            return position + 1
+        if OVERRIDE.match(word) and "." in word.partition("=")[0]:
+            return position
+    return len(command)
 
 
 def options_of(command: list[str]) -> list[Setting]:

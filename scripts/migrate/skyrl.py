@@ -27,8 +27,9 @@ ENGINES = ("generator.inference_engine", "generator")
 """The section of the engines' keys, and where they were before."""
 LOSSES = {
     **{name: name for name in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")},
-    **{"regular": "ppo_clip", "dual_clip": "ppo_clip"},
+    "dual_clip": "ppo_clip",
 }
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 ADVANTAGES = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "maxrl": "maxrl", "reinforce++": "reinforce_plus_plus"}
 AGGREGATIONS = {
     **{name: name for name in ("token_mean", "seq_mean_token_sum_norm")},
@@ -48,9 +49,19 @@ def _batch(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.prompts_per_step": int(value)})
 
 
+def _loss(value: Any, theirs: Theirs) -> Answer:
+    if value == "regular":
+        return Here({"algorithm.loss": "ppo_clip", "algorithm.clip_ratio_c": 1000000}, "without the second clip")
+    return renamed("algorithm.loss", LOSSES)(value, theirs)
+
+
+def _of_critic(here: str):
+    """Return a rule for what counts only where there is a critic."""
+    estimator = f"{ALGORITHM}.advantage_estimator"
+    return lambda value, theirs: Here({here: value}) if theirs.get(estimator) == "gae" else Covered()
+
+
 def _mini_batch(value: Any, theirs: Theirs) -> Answer:
-    if BATCH not in theirs:
-        return Here({"trainer.prompts_per_step": int(value)}, "prompts of one optimizer step")
     return Here(dict(parts(number(theirs, BATCH), int(value))), "the number of mini-batches, not their size")
 
 
@@ -71,14 +82,14 @@ def _engines(value: Any, theirs: Theirs) -> Answer:
 
 def _workers(value: Any, theirs: Theirs) -> Answer:
     engines = _engine(theirs, "num_engines", "num_inference_engines")
-    group = number(theirs, "generator.n_samples_per_prompt", 5)
+    group = number(theirs, "generator.n_samples_per_prompt")
     seats = max(1, int(value) * group // engines)
     return Here({"rollout.max_num_seqs": seats}, "trajectories of one replica, not groups of all")
 
 
 def _micro_batch(value: Any, theirs: Theirs) -> Answer:
     length = number(theirs, "generator.sampling_params.max_generate_length")
-    longest = number(theirs, "trainer.max_prompt_length", 512) + length
+    longest = number(theirs, "trainer.max_prompt_length") + length
     why = "micro-batches are filled up to so many tokens, not trajectories"
     return Here({"trainer.tokens_per_micro_batch": int(value) * longest}, why)
 
@@ -118,7 +129,10 @@ RULES = Rules(
         BATCH: _batch,
         MINI_BATCH: _mini_batch,
         f"{ALGORITHM}.advantage_estimator": renamed("algorithm.advantage", ADVANTAGES),
-        f"{ALGORITHM}.policy_loss_type": renamed("algorithm.loss", LOSSES),
+        f"{ALGORITHM}.policy_loss_type": _loss,
+        f"{ALGORITHM}.value_clip": _of_critic("critic.value_clip"),
+        "trainer.critic.optimizer_config.lr": _of_critic("critic.lr"),
+        f"{POLICY}.optimizer_config.scheduler": renamed("trainer.lr_schedule", SCHEDULES),
         f"{ALGORITHM}.loss_reduction": renamed("algorithm.loss_aggregation", AGGREGATIONS),
         f"{ALGORITHM}.use_kl_loss": covered,
         f"{ALGORITHM}.kl_loss_coef": only_if(
@@ -190,7 +204,22 @@ RULES = Rules(
         "generator.run_engines_locally": "a run starts its own engines",
         "generator.weight_sync_backend": "weight_sync.transport=shared_memory, collective or filesystem",
     },
-    defaults={f"{ALGORITHM}.eps_clip_low": 0.2, f"{ALGORITHM}.eps_clip_high": 0.2},
+    defaults={
+        "trainer.max_prompt_length": 512,
+        "generator.sampling_params.max_generate_length": 1024,
+        BATCH: 1024,
+        MINI_BATCH: 256,
+        "generator.n_samples_per_prompt": 5,
+        f"{ALGORITHM}.policy_loss_type": "regular",
+        f"{ALGORITHM}.eps_clip_high": 0.2,
+        f"{ALGORITHM}.kl_loss_coef": 0.001,
+        f"{ALGORITHM}.value_clip": 0.2,
+        "trainer.critic.optimizer_config.lr": 5e-6,
+        f"{POLICY}.optimizer_config.lr": 1e-6,
+        f"{POLICY}.optimizer_config.weight_decay": 0.01,
+        f"{POLICY}.optimizer_config.num_warmup_steps": 0,
+        "trainer.epochs": 1,
+    },
     always={
         "data.prompt_key": "prompt",
         "data.answer_key": "reward_spec.ground_truth",

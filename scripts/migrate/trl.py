@@ -86,6 +86,23 @@ def _strategy(here: str):
     return rule
 
 
+def _warmup_steps(value: Any, theirs: Theirs) -> Answer:
+    """A share of the run where it is below 1, as in transformers 5; before, warmup_ratio was the share."""
+    if 0 < float(value) < 1:
+        return Here({"trainer.lr_warmup_ratio": value})
+    return Covered() if not value and theirs.get("warmup_ratio") else Here({"trainer.lr_warmup_steps": int(value)})
+
+
+def _warmup_ratio(value: Any, theirs: Theirs) -> Answer:
+    return Here({"trainer.lr_warmup_ratio": value}) if value and not theirs.get("warmup_steps") else Covered()
+
+
+def _delta(value: Any, theirs: Theirs) -> Answer:
+    if value is None:
+        return Here({"algorithm.clip_ratio_c": 1000000}, "without the second clip")
+    return Nothing("algorithm.clip_ratio_c bounds the loss, delta the ratio")
+
+
 def _steps(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.total_steps": int(value)}) if int(value) > 0 else Covered()
 
@@ -141,9 +158,7 @@ RULES = Rules(
         "steps_per_generation": lambda value, _: Nothing("trainer.mini_batches counts the steps on one batch"),
         "model_name_or_path": _model,
         "epsilon_high": _clip_high,
-        "delta": lambda value, _: (
-            Nothing("algorithm.clip_ratio_c bounds the loss, delta the ratio") if value else Covered()
-        ),
+        "delta": _delta,
         "loss_type": _loss,
         "importance_sampling_level": _level,
         "scale_rewards": renamed(
@@ -154,8 +169,10 @@ RULES = Rules(
         ),
         "vllm_importance_sampling_mode": renamed("algorithm.correction", CORRECTIONS),
         "lr_scheduler_type": renamed("trainer.lr_schedule", SCHEDULES),
-        "warmup_steps": lambda value, _: Here({"trainer.lr_warmup_steps": int(value)}) if value else Covered(),
-        "warmup_ratio": lambda value, _: Here({"trainer.lr_warmup_ratio": value}) if value else Covered(),
+        "warmup_steps": _warmup_steps,
+        "warmup_ratio": _warmup_ratio,
+        "max_staleness": under_the_name("rollout.max_staleness", "a bound for every token; theirs drops older groups"),
+        "weight_sync_steps": under_the_name("weight_sync.interval"),
         "gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
         "lora_r": lambda value, _: Here({"model.lora.rank": value}) if value else Covered(),
         "lora_target_modules": _lora_targets,
@@ -202,7 +219,18 @@ RULES = Rules(
             "rollout.agent_loop=rollout.environments.trl:agent_loop rollout.agent_args.factory=module:NAME runs it"
         ),
     },
-    defaults={"epsilon_high": None, "learning_rate": 1e-6, "num_generations": 8, BATCH[0]: 8, BATCH[1]: 1},
+    defaults={
+        "max_completion_length": 512,
+        "num_generations": 8,
+        BATCH[0]: 8,
+        BATCH[1]: 1,
+        "epsilon_high": None,
+        "delta": None,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0,
+        "num_train_epochs": 3,
+    },
     always={"data.prompt_key": "prompt", "data.prompt_template": "{question}", "data.chat_template": True},
 )
 """The table of names in `configs.cli.peers` says the rest."""

@@ -25,6 +25,8 @@ from scripts.migrate.counterparts import (
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BATCH, MINI_BATCH = "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+FILTER, OVERLONG = "data.filter_overlong_prompts", "data.overlong_prompts"
+WARMUP_STEPS, WARMUP_RATIO = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
 CORRECTION = "algorithm.rollout_correction"
 LOSSES = {
     **{name: name for name in ("gspo", "sapo", "cispo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")},
@@ -48,7 +50,8 @@ def _is_async(theirs: Theirs) -> bool:
 
 
 def _batch(value: Any, theirs: Theirs) -> Answer:
-    return Here({"trainer.prompts_per_step": int(value)}) if value else Covered()  # 0 in the asynchronous main
+    """The asynchronous main has 0 here, and counts mini-batches."""
+    return Covered() if _is_async(theirs) or not value else Here({"trainer.prompts_per_step": int(value)})
 
 
 def _mini_batch(value: Any, theirs: Theirs) -> Answer:
@@ -61,13 +64,13 @@ def _gpus(value: Any, theirs: Theirs) -> Answer:
     num = int(value) * number(theirs, "trainer.nnodes", 1)
     if _is_async(theirs):
         return Here({"trainer.num_ranks": num}, "GPUs of all nodes together")
-    ranks, replicas, why = halves(num, number(theirs, f"{ROLLOUT}.tensor_model_parallel_size", 1))
+    ranks, replicas, why = halves(num, number(theirs, f"{ROLLOUT}.tensor_model_parallel_size"))
     return Here({"trainer.num_ranks": ranks, "rollout.num_replicas": replicas}, why)
 
 
 def _rollout_gpus(value: Any, theirs: Theirs) -> Answer:
     num = int(value) * number(theirs, "rollout.nnodes", 1)
-    per_replica = number(theirs, f"{ROLLOUT}.tensor_model_parallel_size", 1)
+    per_replica = number(theirs, f"{ROLLOUT}.tensor_model_parallel_size")
     return Here({"rollout.num_replicas": max(1, num // per_replica)}, "replicas, not GPUs")
 
 
@@ -98,7 +101,7 @@ def _samples(value: Any, theirs: Theirs) -> Answer:
 def _micro_batch(value: Any, theirs: Theirs) -> Answer:
     if theirs.get(f"{ACTOR}.ppo_max_token_len_per_gpu"):
         return Covered()
-    longest = number(theirs, "data.max_prompt_length", 512) + number(theirs, "data.max_response_length", 512)
+    longest = number(theirs, "data.max_prompt_length") + number(theirs, "data.max_response_length")
     return Here({"trainer.tokens_per_micro_batch": int(value) * longest}, f"{TOKENS}, not trajectories")
 
 
@@ -166,6 +169,24 @@ def _lora(here: str):
     return lambda value, theirs: Here({here: value}) if theirs.get(f"{MODEL}.lora_rank") else Covered()
 
 
+def _truncation(value: Any, theirs: Theirs) -> Answer:
+    if theirs.get(FILTER):
+        return Covered()  # no prompt is left that could be cut or refused
+    return Here({OVERLONG: "refuse"}) if value == "error" else Nothing(f"no prompt is cut: {OVERLONG}=filter or refuse")
+
+
+def _warmup_steps(value: Any, theirs: Theirs) -> Answer:
+    """Below 0 the ratio counts, which is 0 by default."""
+    if value is not None and int(value) >= 0:
+        return Here({"trainer.lr_warmup_steps": int(value)})
+    return Covered() if theirs.get(WARMUP_RATIO) else Here({"trainer.lr_warmup_steps": 0})
+
+
+def _warmup_ratio(value: Any, theirs: Theirs) -> Answer:
+    counts = value and int(theirs.get(WARMUP_STEPS) or -1) < 0
+    return Here({"trainer.lr_warmup_ratio": value}) if counts else Covered()
+
+
 def _model(value: Any, theirs: Theirs) -> Answer:
     return Here({"model.path": str(value)})
 
@@ -176,8 +197,8 @@ RULES = Rules(
         "data.val_files": files("data.val_files"),
         "data.prompt_key": under_the_name("data.prompt_key"),
         "data.return_raw_chat": covered,
-        "data.truncation": renamed("data.overlong_prompts", {"error": "refuse"}, "no prompt is cut"),
-        "data.filter_overlong_prompts": renamed("data.overlong_prompts", {True: "filter", False: "refuse"}),
+        "data.truncation": _truncation,
+        FILTER: lambda value, _: Here({OVERLONG: "filter"}) if value else Covered(),
         "data.seed": under_the_name("seed"),
         BATCH: _batch,
         MINI_BATCH: _mini_batch,
@@ -209,9 +230,8 @@ RULES = Rules(
             Nothing("parameters stay on the GPU") if value else Covered()
         ),
         f"{ACTOR}.strategy": lambda value, _: Covered() if "fsdp" in str(value) else Nothing("FSDP2 is the only one"),
-        f"{ACTOR}.optim.lr_warmup_steps": lambda value, _: (
-            Here({"trainer.lr_warmup_steps": value}) if int(value) >= 0 else Covered()
-        ),
+        WARMUP_STEPS: _warmup_steps,
+        WARMUP_RATIO: _warmup_ratio,
         f"{ACTOR}.optim.warmup_style": under_the_name("trainer.lr_schedule"),
         f"{ROLLOUT}.name": lambda value, _: Covered() if value == "vllm" else Nothing("vLLM is the only engine"),
         f"{ROLLOUT}.mode": covered,
@@ -235,7 +255,7 @@ RULES = Rules(
         "trainer.save_freq": never_is_zero("checkpoint.every"),
         "trainer.total_epochs": lambda value, theirs: (
             Covered()
-            if theirs.get("trainer.total_training_steps")
+            if theirs.get("trainer.total_training_steps") or theirs.get("rollout.total_rollout_steps")
             else Nothing("set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows")
         ),
         "trainer.resume_mode": _resume,
@@ -278,7 +298,22 @@ RULES = Rules(
             "compute_score(prompt.data_source, text, prompt.ground_truth, prompt.extra)",
         ),
     ),
-    defaults={f"{ACTOR}.clip_ratio": 0.2, f"{ACTOR}.optim.lr": 1e-6},
+    defaults={
+        "data.max_prompt_length": 512,
+        "data.max_response_length": 512,
+        "data.truncation": "error",
+        BATCH: 1024,
+        MINI_BATCH: 256,
+        f"{ROLLOUT}.n": 1,
+        f"{ROLLOUT}.tensor_model_parallel_size": 2,
+        "algorithm.adv_estimator": "gae",
+        f"{ACTOR}.clip_ratio": 0.2,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.optim.weight_decay": 0.01,
+        WARMUP_STEPS: -1,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.total_epochs": 30,
+    },
     always={
         "data.prompt_key": "prompt",
         "data.answer_key": "reward_model.ground_truth",

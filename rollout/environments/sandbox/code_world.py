@@ -11,7 +11,7 @@ from typing import Any
 
 from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
-from rollout.environments.sandbox.hidden_tests import FILE, TESTS, read_cases, run_cases, with_calls
+from rollout.environments.sandbox.hidden_tests import FILE, TESTS, read_cases, run_cases, values_of, with_calls
 from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox
 from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
 from rollout.types import Prompt
@@ -22,6 +22,7 @@ TEST = "test"
 PYTHON = ("python3", "-I", "-S")
 """Starts in half the time, and the programs import nothing."""
 MAX_LINE_CHARS = 200
+MARKER = "value: "
 
 
 def report(call: str, value: str, wanted: str) -> str:
@@ -59,17 +60,17 @@ class CodeWorld:
 
     async def _tested(self, sandbox: Sandbox) -> str:
         """Return what the program's test gives, as one short line."""
-        source = with_calls(self._program, [self._test["call"]])
+        source = with_calls(self._program, [self._test["call"]], MARKER)
         await sandbox.write_file(FILE, source.encode())
         outcome = await sandbox.exec((*PYTHON, FILE))
-        lines = outcome.text().splitlines() or [""]
+        lines = values_of(outcome, MARKER) or outcome.text().splitlines() or [""]
         return lines[-1][:MAX_LINE_CHARS]
 
 
 def agent_loop(tokenizer: Any, *, max_turns: int = 3, max_turn_tokens: int | None = 32) -> MultiTurn:
     """Make the agent loop of rollout.agent_args."""
     config = sandbox_config()
-    step_timeout_s = 2 * config.start_timeout_s + config.timeout_s + 2 * GRACE_S
+    step_timeout_s = config.wait_timeout_s + config.start_timeout_s + config.timeout_s + 2 * GRACE_S
     return MultiTurn(
         CodeWorld, tokenizer, max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s
     )

@@ -2,7 +2,8 @@
 
 It is sent to the sandbox as text, so it imports only what every Python since 3.9 has, and little of that: it is loaded
 at each start. The policy's programs run as the same user. They cannot end process 1, because the kernel keeps signals
-of its own sandbox from it, nor look into it, because it is not dumpable.
+of its own sandbox from it, nor look into it, because it is not dumpable. Where they change its limits, which
+bubblewrap's filter refuses, no command runs any more.
 
 A request and an answer are each a JSON object after its size, and then so many bytes as the object's "size" says.
 """
@@ -29,6 +30,8 @@ DRAIN_S = 0.2
 END_S = 5.0
 PR_SET_DUMPABLE = 4
 CHUNK = 65536
+NUM_LIMITS = 16
+"""RLIM_NLIMITS, which Python does not have."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ)
 
 
@@ -39,6 +42,9 @@ class Guest:
         """The exit statuses of processes that have ended, by their ids."""
         self.broken = None
         """The limit that processes in the background have reached since the last answer."""
+        self.files = {}
+        """The files in each folder when the command began. More than may be are no reason to end what removes them."""
+        self.begun = own_limits()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -101,8 +107,10 @@ class Guest:
 
     def do_renew(self, request, content):
         """End all processes and remove all files."""
+        if own_limits() != self.begun:
+            os._exit(1)  # the next episode gets another sandbox
         self.end_processes()
-        self.broken = None
+        self.broken, self.files = None, {}
         for folder in self.settings["writable"]:
             empty(folder)
         self.make_folders()
@@ -111,6 +119,7 @@ class Guest:
     def do_clear(self, request, content):
         """End all processes, and make some of the folders anew, whatever is in their places."""
         self.end_processes()
+        self.broken = None
         for folder in self.settings["folders"]:
             if os.path.basename(folder) in request["names"]:
                 if os.path.islink(folder) or os.path.isfile(folder):
@@ -128,8 +137,12 @@ class Guest:
 
     def do_exec(self, request, content):
         limit, self.broken = self.broken, None
+        if own_limits() != self.begun:
+            limit = "tampered"
         if limit is not None:
             return {"exit_code": None, "limit": limit, "sizes": [0, 0], "is_cut": False}, b""
+        self.statuses.clear()  # of others, which may have had the number that the command gets
+        self.files = {folder: num_files(folder) for folder in self.settings["writable"]}
         command = Command(request, content, self.settings)
         try:
             limit = self.watch(command, time.monotonic() + request["timeout_s"])
@@ -161,7 +174,10 @@ class Guest:
             if command.pid in self.statuses:
                 drained_by = drained_by or time.monotonic() + DRAIN_S
                 if not command.is_open or time.monotonic() >= drained_by:
-                    return self.reached()
+                    limit = self.reached()
+                    if limit is not None:
+                        self.end_processes()
+                    return limit
 
     def reached(self):
         """Return the limit that the processes of the sandbox have reached together; None for none."""
@@ -172,8 +188,7 @@ class Guest:
         if sum(map(memory, running)) > settings["memory_bytes"]:
             return "memory"
         for folder in settings["writable"]:
-            files = os.statvfs(folder)
-            if files.f_files - files.f_ffree > settings["max_files"]:
+            if num_files(folder) > max(settings["max_files"], self.files.get(folder, 0)):
                 return "files"
         return None
 
@@ -312,6 +327,17 @@ def ending(status):
 
 def processes():
     return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+
+def num_files(folder):
+    files = os.statvfs(folder)
+    return files.f_files - files.f_ffree
+
+
+def own_limits():
+    """Return what a process of the same user can change of this one."""
+    limits = [resource.getrlimit(number) for number in range(NUM_LIMITS)]
+    return limits, os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)
 
 
 def memory(process):

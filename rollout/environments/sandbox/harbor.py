@@ -10,21 +10,21 @@ without a Dockerfile all files of `environment/`; `tests/`, which are copied int
 """
 
 import json
-import math
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import resources
 from pathlib import Path, PurePosixPath
+from string import Template
 from typing import Any
 
 from configs.sandbox import SandboxBackend, SandboxConfig
 from configs.validate import ConfigError
-from rollout.environments.sandbox.launching import FOLDERS
-from rollout.environments.sandbox.sandbox import Sandbox, SandboxFileError
+from rollout.environments.sandbox.launching import FOLDERS, shipped_tasks
+from rollout.environments.sandbox.sandbox import ENVIRONMENT, Sandbox, SandboxFileError
 from rollout.types import Prompt
 
 COLUMN = "harbor_task"
@@ -34,6 +34,13 @@ SHIPPED = "slipstream/tasks"
 WORKDIR = "/app"
 REWARD_TXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
 MAX_REWARD_BYTES = 65_536
+MAX_REWARD = 1e6
+"""The largest reward, and number beside it. With larger ones, the advantages of a group are no numbers any more."""
+MAX_METRICS = 32
+NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
+"""A name of a number beside the reward. Others are left out."""
+VERIFIER_ENV = {"HOME": "/tests", "PYTHONNOUSERSITE": "1"}
+"""Programs of the tests read no settings and no modules that the agent has put into its home."""
 VERIFIER_TIMEOUT_S = 600.0
 """Harbor's own default."""
 IGNORED = ("FROM", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "USER", "SHELL", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL")
@@ -118,10 +125,6 @@ def task_of(prompt: Prompt) -> Task | None:
     """Return the task of a row; None for a row of other data. Raises TaskError."""
     folder = prompt.extra.get(COLUMN)
     return None if folder is None else read_task(Path(folder))
-
-
-def shipped_tasks() -> Path:
-    return Path(str(resources.files("rollout.environments.sandbox") / "tasks"))
 
 
 def _task_folders(entry: str) -> list[Path]:
@@ -209,13 +212,19 @@ def _built(recipe: Path, image: str | None) -> tuple[str, dict[str, str], list[C
         if word == "WORKDIR":
             workdir = str(PurePosixPath(workdir) / rest.strip())
         elif word in ("ENV", "ARG") and "=" in rest:
-            env |= dict(part.split("=", 1) for part in shlex.split(rest) if "=" in part) if word == "ENV" else {}
+            env |= _variables(rest, env) if word == "ENV" else {}
         elif word in ("COPY", "ADD") and not rest.strip().startswith("["):
             files += _copied(recipe, rest, workdir)
         elif image is None:
             wrong = f"{word} needs an image that was built: name it as docker_image in task.toml"
             raise TaskError(f"{recipe}: {wrong}, or leave it out")
     return workdir, env, files
+
+
+def _variables(rest: str, before: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an ENV. They may name others, of the lines before."""
+    pairs = (part.split("=", 1) for part in shlex.split(rest) if "=" in part)
+    return {name: Template(value).safe_substitute({**ENVIRONMENT, **before}) for name, value in pairs}
 
 
 def _copied(recipe: Path, rest: str, workdir: str) -> Iterator[CopiedFile]:
@@ -275,34 +284,51 @@ async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
 
     Tests that reach a limit, or write no reward, give 0: what they run is the agent's. Raises SandboxLostError.
     """
+    unverified = Verdict(reward=0.0, metrics={"verified": 0.0})
     try:
         await sandbox.clear("tests", "logs", "solution")
         await _write(sandbox, task.tests)
-        await sandbox.exec(["mkdir", "-p", "/logs/verifier"])
+        made = await sandbox.exec(["mkdir", "-p", "/logs/verifier"])
     except SandboxFileError:  # the agent has left no room for them
-        return Verdict(reward=0.0, metrics={"verified": 0.0})
-    outcome = await sandbox.exec(
-        ["bash", "/tests/test.sh"], cwd=task.workdir, env={**task.env, **task.verifier_env}, timeout_s=timeout_s
-    )
+        return unverified
+    if not made.is_success:
+        return unverified
+    environment = {**task.env, **VERIFIER_ENV, **task.verifier_env}
+    outcome = await sandbox.exec(["bash", "/tests/test.sh"], cwd=task.workdir, env=environment, timeout_s=timeout_s)
     rewards = {} if outcome.limit is not None else await _rewards(sandbox)
     if "reward" not in rewards:
-        return Verdict(reward=0.0, metrics={"verified": 0.0})
+        return unverified
     others = {name: value for name, value in rewards.items() if name != "reward"}
     return Verdict(reward=rewards["reward"], metrics={**others, "verified": 1.0})
 
 
 async def _rewards(sandbox: Sandbox) -> dict[str, float]:
-    """Return the numbers that the tests have written, the reward as "reward"."""
+    """Return the numbers that the tests have written, the reward as "reward". As with Harbor, reward.json is read only
+    where there is no reward.txt."""
+    try:
+        text = await sandbox.read_file(REWARD_TXT, most=MAX_REWARD_BYTES)
+    except SandboxFileError:
+        return await _rewards_of_json(sandbox)
+    with suppress(ValueError):
+        return _sound({"reward": float(text)})
+    return {}
+
+
+async def _rewards_of_json(sandbox: Sandbox) -> dict[str, float]:
     numbers: dict[str, float] = {}
-    with suppress(SandboxFileError, ValueError):
-        numbers["reward"] = float(await sandbox.read_file(REWARD_TXT, most=MAX_REWARD_BYTES))
-    with suppress(SandboxFileError, ValueError, RecursionError):
+    with suppress(SandboxFileError, ValueError, OverflowError, RecursionError):
         written = json.loads(await sandbox.read_file(REWARD_JSON, most=MAX_REWARD_BYTES))
         if isinstance(written, dict):
-            numbers |= {str(name): float(value) for name, value in written.items() if isinstance(value, int | float)}
-            if "reward" not in numbers and len(numbers) == 1:
-                numbers = {"reward": next(iter(numbers.values()))}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+            numbers = {str(name): float(value) for name, value in written.items() if isinstance(value, int | float)}
+    if "reward" not in numbers and len(numbers) == 1:
+        numbers = {"reward": next(iter(numbers.values()))}
+    return _sound(numbers)
+
+
+def _sound(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers that a run can work with. What the agent's program has written may be among them."""
+    sound = {name: value for name, value in numbers.items() if NAME.fullmatch(name) and abs(value) <= MAX_REWARD}
+    return dict(sorted(sound.items(), key=lambda item: item[0] != "reward")[:MAX_METRICS])
 
 
 async def _write(sandbox: Sandbox, files: tuple[CopiedFile, ...]) -> None:

@@ -9,8 +9,9 @@ A row has a column `tests`, a list or its JSON. Its items are:
   process for all calls.
 - {"code": "assert add(2, 3) == 5"}, or only the text, as in MBPP: statements after the program. One process for all.
 
-What a program must write never enters its sandbox, except in tests of the last form: a program that looks for them in
-its own process can find them.
+What a program must write never enters its sandbox, except in tests of the last form. That is for measuring, not for
+training: a program that looks for such tests in its own process can find them, and an `__eq__` that always says True
+passes `assert f(1) == 2`.
 """
 
 import json
@@ -140,9 +141,9 @@ async def _calls(runner: _Runner, cases: Sequence[Case]) -> int:
     calls = [case for case in cases if case.call is not None]
     if not calls:
         return 0
-    outcome = await runner.run(with_calls(runner.program, [case.call or "" for case in calls]))
-    said = outcome.stdout.decode(errors="replace").splitlines()
-    passed = sum(case.output == line for case, line in zip(calls, said, strict=False))
+    marker = secrets.token_hex(16)
+    outcome = await runner.run(with_calls(runner.program, [case.call or "" for case in calls], marker))
+    passed = sum(case.output == value for case, value in zip(calls, values_of(outcome, marker), strict=False))
     return _unlimited(outcome, passed)
 
 
@@ -173,9 +174,16 @@ def _unlimited(outcome: Outcome, passed: int) -> int:
     return passed
 
 
-def with_calls(program: str, calls: Sequence[str]) -> str:
-    """Return a program that prints what the calls give, a line each."""
-    return "\n".join([program, *(f"print(repr({call}))" for call in calls)])
+def with_calls(program: str, calls: Sequence[str], marker: str) -> str:
+    """Return a program that also prints what the calls give, each on a line of its own after the marker. The program
+    and the calls may print, too."""
+    return "\n".join([program, *(f"print('\\n{marker}' + repr({call}))" for call in calls)])
+
+
+def values_of(outcome: Outcome, marker: str) -> list[str]:
+    """Return what the calls gave, as far as the program came."""
+    lines = outcome.stdout.decode(errors="replace").splitlines()
+    return [line.removeprefix(marker) for line in lines if line.startswith(marker)]
 
 
 def _lines(text: bytes) -> list[str]:

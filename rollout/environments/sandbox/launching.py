@@ -23,6 +23,8 @@ FOLDERS = ("work", "tmp", "app", "tests", "logs", "solution")
 """Folders at the top of a sandbox that can be written. Commands begin in the first; the last four are where Harbor's
 tasks expect them."""
 HOME = f"/{FOLDERS[0]}"
+SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""Folders of this machine with programs, which sandboxes without an image see."""
 MIB = 2**20
 SHARED_MEMORY_MB = 16
 """The size of /dev/shm, by which programs share memory."""
@@ -165,12 +167,21 @@ class Bubblewrap:
 
 def _system() -> list[str]:
     """Return the arguments that show this machine's programs."""
-    roots = ["--ro-bind", "/usr", "/usr"]
-    for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
-        roots += _shown(Path(name), name)
+    roots = [word for name in SHOWN for word in _shown(Path(name), name)]
     for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # links of programs, and where libraries are
         roots += _shown(Path(name), name)
+    if is_shown(shipped_tasks()):  # their tests and solutions; Python of an image is in /usr/local
+        roots += ["--tmpfs", str(shipped_tasks().resolve())]
     return roots
+
+
+def is_shown(path: Path) -> bool:
+    """Return whether the sandboxes of bubblewrap without sandbox.image see a path of this machine."""
+    return any(path.resolve().is_relative_to(Path(name).resolve()) for name in SHOWN if Path(name).exists())
+
+
+def shipped_tasks() -> Path:
+    return Path(str(resources.files("rollout.environments.sandbox") / "tasks"))
 
 
 def _unpacked(image: Path) -> list[str]:

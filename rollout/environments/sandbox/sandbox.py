@@ -33,7 +33,7 @@ GRACE_S = 10.0
 """The time after the deadline of a command in which process 1 has to answer: it ends all processes in it."""
 FILE_S = 10.0
 END_S = 5.0
-ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
 class SandboxLostError(RuntimeError):
@@ -52,6 +52,8 @@ class Limit(Enum):
     memory = "memory"
     processes = "processes"
     files = "files"
+    tampered = "tampered"
+    """The limits of process 1 were changed from within. The sandbox runs nothing any more."""
 
     def text(self, config: SandboxConfig, timeout_s: float) -> str:
         """Return what a reader should know of it. It names the key."""
@@ -67,6 +69,8 @@ class Limit(Enum):
                 return f"had sandbox.max_processes={config.max_processes} processes or more"
             case Limit.files:
                 return f"made more than {MAX_FILES} files"
+            case Limit.tampered:
+                return "changed the limits of process 1, and nothing runs in this sandbox any more"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

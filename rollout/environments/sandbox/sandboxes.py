@@ -50,7 +50,7 @@ class Sandboxes:
         """
         config = self.config
         what = f"waiting for one of sandbox.max_running={config.max_running} sandboxes"
-        async with within(config.start_timeout_s, "sandbox.start_timeout_s", what):
+        async with within(config.wait_timeout_s, "sandbox.wait_timeout_s", what):
             await self._free.acquire()
         try:
             is_usual = image is None or image == config.image

@@ -6,7 +6,7 @@ rollout.agent_loop=rollout.environments.sandbox.tools:agent_loop data.chat_templ
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
 from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.sandbox.harbor import Task, set_up, task_of, verified
+from rollout.environments.sandbox.launching import HOME
 from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox, SandboxLostError
 from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
 from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, tool_turns
@@ -31,9 +32,9 @@ MARGIN_S = 15.0
 class SandboxTools:
     """The tools of one episode. They raise what is not the policy's fault: its episode then has no reward."""
 
-    def __init__(self, sandbox: Sandbox, *, cwd: str, timeout_s: float):
+    def __init__(self, sandbox: Sandbox, *, cwd: str, env: Mapping[str, str], timeout_s: float):
         """`timeout_s`: the deadline of each command."""
-        self.sandbox, self._cwd, self.timeout_s = sandbox, cwd, timeout_s
+        self.sandbox, self._cwd, self._env, self.timeout_s = sandbox, cwd, env, timeout_s
 
     async def python(self, code: str) -> str:
         """Run a Python program in a sandbox, and return what it prints.
@@ -41,10 +42,7 @@ class SandboxTools:
         Args:
             code: The program. Only what it prints is returned.
         """
-        outcome = await self.sandbox.exec(
-            ["python3", "-"], stdin=code.encode("utf-8", "replace"), cwd=self._cwd, timeout_s=self.timeout_s
-        )
-        return outcome.text()
+        return await self._run(["python3", "-"], code.encode("utf-8", "replace"))
 
     async def bash(self, command: str) -> str:
         """Run a command of the shell in a sandbox, and return what it prints.
@@ -52,7 +50,10 @@ class SandboxTools:
         Args:
             command: The command. Files stay for later commands; variables and the current folder do not.
         """
-        outcome = await self.sandbox.exec(["bash", "-c", command], cwd=self._cwd, timeout_s=self.timeout_s)
+        return await self._run(["bash", "-c", command])
+
+    async def _run(self, argv: Sequence[str], stdin: bytes = b"") -> str:
+        outcome = await self.sandbox.exec(argv, stdin=stdin, cwd=self._cwd, env=self._env, timeout_s=self.timeout_s)
         return outcome.text()
 
 
@@ -121,8 +122,8 @@ class SandboxEnvironment:
         sandbox = self._sandbox = await pool.take(None if task is None else task.image(pool.config))
         if task is not None:
             await set_up(sandbox, task)
-        cwd = "/work" if task is None else task.workdir
-        tools = SandboxTools(sandbox, cwd=cwd, timeout_s=pool.config.timeout_s)
+        cwd, env = (HOME, {}) if task is None else (task.workdir, task.env)
+        tools = SandboxTools(sandbox, cwd=cwd, env=env, timeout_s=pool.config.timeout_s)
         toolbox = Toolbox(
             [replace(tool, function=getattr(tools, tool.spec.name)) for tool in settings.tools],
             call_timeout_s=pool.config.timeout_s + GRACE_S + MARGIN_S,
@@ -187,6 +188,6 @@ def agent_loop(
     specs = [tool.spec for tool in made]
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
     # A step may use its calls' time and then that of the tests; a reset waits for a sandbox and starts one.
-    step_timeout_s = 2 * turn_timeout_s + 2 * config.start_timeout_s + GRACE_S + MARGIN_S
+    step_timeout_s = 2 * turn_timeout_s + config.wait_timeout_s + config.start_timeout_s + GRACE_S + MARGIN_S
     options = ToolTurnOptions(max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s)
     return tool_turns(lambda prompt: SandboxEnvironment(prompt, settings), tokenizer, chat, options)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from rollout.agents.loop import end as end_shared
 from rollout.data.code_world import FLAWLESS, episode, problems_of
 from rollout.environments.sandbox import code_world, harbor, tools
 from rollout.environments.sandbox.hidden_tests import hidden_tests
-from rollout.environments.sandbox.sandbox import Sandbox
+from rollout.environments.sandbox.sandbox import Limit, Sandbox, SandboxLostError
 from rollout.environments.sandbox.sandboxes import provide, sandbox_config
 from rollout.rewards.base import RewardResult
 from tests.support.environments import TOKENIZER, episode_of, prompt_of
@@ -105,6 +106,7 @@ IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
         (ADD, [{"call": "add(2, 3)", "output": "5"}, {"call": "add('a', 'b')", "output": "'ab'"}], 1.0, 0.0),
         (ADD, json.dumps([{"call": "add(2, 3)", "output": "5"}, {"call": "add(2, 3)", "output": "6"}]), 0.5, 0.0),
         (ADD, ["assert add(2, 3) == 5", {"code": "assert add(1, 1) == 2"}], 1.0, 0.0),
+        (f"{ADD[:-4]}print(5)\nprint('no newline', end='')\n```", [{"call": "add(2, 3)", "output": "5"}] * 2, 1.0, 0.0),
         (ADD, ["assert add(2, 3) == 6"], 0.0, 0.0),
         ("import sys; sys.exit(0)", ["assert False"], 0.0, 0.0),
         (IN_OUT, [{"input": "2 3\n", "output": "5"}, {"input": "1 1\n", "output": "2\n"}], 1.0, 0.0),
@@ -142,6 +144,16 @@ def test_what_a_program_must_write_is_nowhere_in_its_sandbox() -> None:
 # -- Harbor ------------------------------------------------------------------------------------------------------------
 
 
+def task_with(folder: Path, tests: str) -> Path:
+    """Return a task whose tests are these commands."""
+    for name in ("environment", "tests"):
+        (folder / name).mkdir()
+    (folder / "instruction.md").write_text("Do it.")
+    (folder / "task.toml").write_text("")
+    (folder / "tests/test.sh").write_text(tests)
+    return folder
+
+
 def solution(name: str) -> str:
     return (TASKS / name / "solution/solve.sh").read_text()
 
@@ -172,6 +184,69 @@ def test_the_tests_of_a_task_come_when_the_agent_has_ended_and_judge_its_files_o
     ended = played(say, harbor_task=str(TASKS / "count_errors"))
     assert ended.result is not None and ended.result.reward == 0.0
     assert "test.sh" not in heard[1] and "solve.sh" not in heard[1]
+
+
+WRITES = """cat > /app/total <<'PROGRAM'
+open('/logs/verifier/reward.json', 'w').write('{"reward": 1e300, "more": 1}')
+PROGRAM"""
+CUSTOM = """folder=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $folder
+echo "import builtins; builtins.print = lambda *_: __import__('os').write(1, b'1')" > $folder/usercustomize.py"""
+
+
+@pytest.mark.parametrize("cheat", [WRITES, CUSTOM])
+def test_the_program_that_is_judged_does_not_write_its_own_reward(cheat: str) -> None:
+    lines = iter([call("bash", command=cheat), "Done."])
+    ended = played(lambda _: next(lines), harbor_task=str(TASKS / "repair_total"))
+    assert ended.result is not None and ended.result.reward in (0.0, 0.25)
+    assert set(ended.metrics) & {"more", "verified"} == {"verified"}
+
+
+@pytest.mark.parametrize(
+    ("written", "reward"),
+    [
+        ("echo 1 > reward.txt; echo '{\"reward\": 0}' > reward.json", 1.0),
+        ('echo \'{"reward": 0.5, "a b": 1, "speed": 2}\' > reward.json', 0.5),
+        ("echo 1e39 > reward.txt", None),
+        ("echo nan > reward.txt", None),
+        ('echo "{\\"reward\\": 1$(printf \'0%.0s\' {1..400})}" > reward.json', None),
+    ],
+)
+def test_a_reward_is_read_where_harbor_writes_it_and_is_a_number_that_a_run_can_work_with(
+    written: str, reward: float | None, tmp_path: Path
+) -> None:
+    task = task_with(tmp_path, f"cd /logs/verifier; {written}")
+    ended = played(lambda _: "Done.", harbor_task=str(task))
+    assert ended.result is not None and ended.result.reward == (reward or 0.0)
+    assert ended.metrics["verified"] == float(reward is not None)
+    assert ("speed" in ended.metrics, "a b" in ended.metrics) == ("speed" in written, False)
+
+
+def test_variables_of_a_task_reach_its_agent_and_its_tests(tmp_path: Path) -> None:
+    task = task_with(tmp_path, 'echo "$([ $MODE = slow ] && echo 1 || echo 0)" > /logs/verifier/reward.txt')
+    (task / "environment/Dockerfile").write_text("FROM debian\nENV MODE=slow\nENV PATH=/opt/x/bin:$PATH\n")
+    heard: list[str] = []
+    lines = iter([call("bash", command="echo mode $MODE, path $PATH"), "Done."])
+
+    def say(text: str) -> str:
+        heard.append(text)
+        return next(lines)
+
+    ended = played(say, harbor_task=str(task))
+    assert "mode slow, path /opt/x/bin:/usr" in heard[1]
+    assert ended.result is not None and ended.result.reward == 1.0
+
+
+def test_what_ran_on_until_a_limit_is_no_reason_against_a_right_answer() -> None:
+    bomb = "(:(){ :|:& };:) >/dev/null 2>&1; sleep 1"
+    lines = iter([call("bash", command=f"{solution('count_errors')}\n(sleep 0.2; {bomb}) >/dev/null 2>&1 &"), "Done."])
+
+    def say(text: str) -> str:
+        if lines.__length_hint__() == 1:
+            time.sleep(1.0)  # the limit is reached meanwhile
+        return next(lines)
+
+    ended = played(say, harbor_task=str(TASKS / "count_errors"))
+    assert ended.result is not None and (ended.result.reward, ended.metrics["verified"]) == (1.0, 1.0)
 
 
 def test_an_agent_that_leaves_no_room_for_the_tests_gets_nothing() -> None:
@@ -232,6 +307,11 @@ def test_containers_are_sandboxes_too(name: str, tmp_path: Path, monkeypatch: py
             assert (await shell(sandbox, "sleep 60", timeout_s=1.0)).why == "took longer than 1 s"
             await sandbox.renew()
             assert (await shell(sandbox, "ls /app")).stdout == b""
+            # Its filter of calls is docker's own, so its process 1 looks after itself.
+            await sandbox.exec(["python3", "-c", "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (200, 200))"])
+            assert (await shell(sandbox, "echo hi")).limit is Limit.tampered
+            with pytest.raises(SandboxLostError):
+                await sandbox.renew()
         finally:
             await sandbox.stop()
 

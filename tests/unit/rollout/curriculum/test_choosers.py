@@ -1,6 +1,7 @@
 """What each order promises: epochs, stages, second visits, and that no row is left out for ever."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,3 +164,16 @@ def test_a_function_may_answer_with_a_number_of_numpy() -> None:
     chooser = Custom("my:order", lambda rows, passes, random: np.int64(2), make_rows(3))  # pyright: ignore
     order = Adaptive("my:order", chooser, PassRates(3, half_life=10.0), seed=0, pass_reward=0.5)
     assert drawn(order, range(2)) == [2, 2]
+
+
+def test_a_function_cannot_change_what_it_is_shown() -> None:
+    passes = PassRates(3, half_life=10.0)
+
+    def meddling(rows: Any, seen: Any, random: Any) -> int:
+        seen.visits[:] = 7
+        return 0
+
+    order = Adaptive("my:order", Custom("my:order", meddling, make_rows(3)), passes, seed=0, pass_reward=0.5)
+    with pytest.raises(RuntimeError, match=r"data.curriculum.order=my:order: has raised ValueError: .*read-only"):
+        order.draw(0)
+    assert not passes.visits.any()

@@ -1,5 +1,7 @@
 """The levels of rows by a column."""
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,24 @@ def test_other_text_has_a_level_for_each_value_unless_an_order_is_needed() -> No
     ) as error:
         levels(1, "hard", needs_numbers=True)
     assert error.value.place == 1
+
+
+@pytest.mark.parametrize("value", ["n/a", "nan"])
+def test_one_text_among_many_numbers_is_named(value: str) -> None:
+    with pytest.raises(ColumnError, match=f"column 'info.level' is '{value}' here, and a number in other") as error:
+        levels(*range(700), value, *range(300))
+    assert error.value.place == 700
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), Decimal("NaN"), 10**400])
+def test_a_number_that_is_not_finite_is_named(value: object) -> None:
+    with pytest.raises(ColumnError, match="must be text or a finite number") as error:
+        levels(1, "easy", value)
+    assert error.value.place == 2
+
+
+def test_decimals_are_numbers() -> None:
+    assert levels(Decimal("1.5"), Decimal("0.5"), 1) == [2, 0, 1]
 
 
 @given(values=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=300))

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 
 from configs.checkpoint import MARKER
 from configs.schema import Config
@@ -176,3 +179,17 @@ def test_the_best_checkpoint_is_the_kept_one_with_the_best_accuracy(tmp_path: Pa
     result = TrainResult(run_dir=tmp_path, summary={"accuracy_after": 0.6})
     assert result.last_checkpoint == result.best_checkpoint == tmp_path / "checkpoints" / "step_000030"
     assert result.accuracy == 0.6 and len(result.metrics) == 5
+
+
+def test_a_share_may_be_a_number_of_numpy(started: Started) -> None:
+    train(data=ROWS, held_out=np.float64(0.2))  # pyright: ignore[reportArgumentType]
+    assert started.config.data.val_share == 0.2
+
+
+def test_a_script_under_a_hydra_of_its_own_keeps_it(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("a: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base="1.3", job_name="theirs"):
+        HydraConfig.instance().set_config(compose("theirs", return_hydra_config=True))
+        train(data=ROWS)
+        assert HydraConfig.get().job.name == "theirs" and compose("theirs").a == 1
+    assert started.lines[-1][0] == "train"

@@ -12,7 +12,7 @@ import pytest
 from configs.validate import ConfigError
 from scripts.api import process
 from scripts.api.child import run
-from scripts.api.commands import train
+from scripts.api.commands import serve, train
 from scripts.api.process import CommandProcess
 from tests.support.import_name import install_into
 from tests.support.paths import ROOT
@@ -36,6 +36,39 @@ def test_ctrl_c_stops_the_command_once_and_is_raised_when_it_has_ended(
 def test_a_process_that_is_killed_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "CHILD", STAND_IN)
     assert CommandProcess("killed", []).wait().error == "the process of the command ended: killed by SIGKILL"
+
+
+def test_another_exception_stops_the_command_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "CHILD", STAND_IN)
+    command = CommandProcess("endless", [])
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(len(looks))
+        time.sleep(0.05)
+        if len(looks) == 2:
+            raise RuntimeError("alarm")
+
+    monkeypatch.setattr(command, "look", look)
+    with pytest.raises(RuntimeError, match="alarm"):
+        command.wait()
+    assert not command.is_alive
+
+
+def test_a_server_writes_as_much_as_it_likes_while_its_owner_does_other_things(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "CHILD", STAND_IN)
+    with serve(run_dir=tmp_path / "run") as server:
+        assert server.url == "http://127.0.0.1:1"
+        for _ in range(600):
+            if (server.run_dir / "written").exists():
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("its pipe is full")
+    assert capsys.readouterr().out.count("x") == 2**20
 
 
 def test_a_command_ends_with_the_process_that_has_started_it(tmp_path: Path) -> None:

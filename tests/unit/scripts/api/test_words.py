@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
@@ -44,6 +45,14 @@ def test_keys_are_nested_or_dotted_and_free_sections_are_taken_apart() -> None:
     ]
     with pytest.raises(ConfigError, match="trainer.lr=.*: is of type object, which no config holds"):
         words({"trainer.lr": object()})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    values = [np.float64(1e-4), np.float32(0.5), np.int64(4), np.bool_(True), [np.int32(1)]]
+    assert [text("a", value) for value in values] == ["0.0001", "0.5", "4", "true", "[1]"]
+    assert reward_text([gsm8k, (np.float64(0.1), "format")]) == "rollout.rewards.gsm8k:gsm8k+0.1*format"
+    row = {"question": np.str_("?"), "level": np.int64(2), "scores": np.array([0.5, 1.0])}
+    assert lines_of("data.train_files", [row]) == b'{"question": "?", "level": 2, "scores": [0.5, 1.0]}\n'
 
 
 def test_rewards_are_functions_names_weights_or_sums() -> None:

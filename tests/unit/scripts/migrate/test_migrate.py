@@ -5,14 +5,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from configs.cli.compose import compose_job
 from configs.cli.overrides import check_overrides
 from configs.load import load
 from configs.schema import Config
-from scripts.migrate.command import RULES, composable, migrated
+from scripts.migrate.command import BASE, RULES, composable, migrated
+from scripts.migrate.counterparts import translate
 from scripts.migrate.reading import read
-from scripts.migrate.settings import UnreadableError
+from scripts.migrate.settings import Setting, Source, UnreadableError
 
 VERL = r"""
 set -xeuo pipefail
@@ -177,7 +179,7 @@ def test_verl(tmp_path: Path) -> None:
     assert algorithm.kl_loss_coef == 0 and trainer.lr == 1e-6  # their default
     assert (algorithm.rejection_low, algorithm.rejection_high) == (0.5, 2.0) and algorithm.filter_groups
     assert (trainer.eval_every, config.checkpoint.every, trainer.total_steps) == (5, 0, 400)
-    assert "data.truncation=left: data.overlong_prompts has no such value" in notes
+    assert "data.truncation=left: no prompt is cut: data.overlong_prompts=filter or refuse" in notes
     assert "trainer.device=$DEVICE: its value is known only when the file runs" in notes
     assert "rollout.reward takes (prompt, text), and theirs (data_source, solution_str" in notes
     assert "log_prob_micro_batch_size_per_gpu=4: the logprobs of the engine are used" in notes
@@ -227,6 +229,143 @@ def test_prime_rl(tmp_path: Path) -> None:
     assert (config.trainer.prompts_per_step, config.algorithm.group_size, config.rollout.num_replicas) == (8, 16, 3)
     assert config.rollout.agent_args == {"env": "reverse-text"} and config.rollout.max_staleness == 8
     assert "slurm.job_name=x: scripts/deploy/slurm.sh starts a run under Slurm" in notes
+
+
+# -- what a silent file takes ------------------------------------------------------------------------------------------
+
+OPTIMIZER = {"trainer.lr": 1e-6, "trainer.lr_warmup_steps": 0}
+SILENT = {
+    "verl": OPTIMIZER
+    | {"data.max_prompt_tokens": 512, "rollout.max_response_tokens": 512, "data.overlong_prompts": "refuse"}
+    | {"trainer.prompts_per_step": 1024, "trainer.mini_batches": 4, "algorithm.group_size": 1}
+    | {"algorithm.advantage": "gae", "algorithm.clip_ratio_low": 0.2, "algorithm.clip_ratio_high": 0.2}
+    | {"trainer.weight_decay": 0.01, "trainer.num_ranks": 4, "rollout.num_replicas": 2}
+    | {"rollout.tensor_parallel_size": 2},
+    "skyrl": OPTIMIZER
+    | {"data.max_prompt_tokens": 512, "rollout.max_response_tokens": 1024, "trainer.prompts_per_step": 1024}
+    | {"trainer.mini_batches": 4, "algorithm.group_size": 5, "algorithm.loss": "ppo_clip"}
+    | {"algorithm.clip_ratio_c": 1000000, "algorithm.clip_ratio_high": 0.2, "algorithm.kl_loss_coef": 0.001}
+    | {"trainer.weight_decay": 0.01},
+    "trl": OPTIMIZER
+    | {"rollout.max_response_tokens": 512, "algorithm.group_size": 8, "trainer.prompts_per_step": 1}
+    | {"algorithm.clip_ratio_high": 0.2, "algorithm.clip_ratio_c": 1000000, "trainer.lr_schedule": "linear"},
+    "prime_rl": OPTIMIZER
+    | {"rollout.max_response_tokens": 2048, "trainer.prompts_per_step": 128, "algorithm.group_size": 1}
+    | {"rollout.max_staleness": 8, "algorithm.loss": "dppo_tv", "algorithm.clip_ratio_c": 1000000}
+    | {"algorithm.normalize_by_std": False, "algorithm.clip_ratio_high": 0.2, "algorithm.kl_rollout_coef": 1e-3}
+    | {"trainer.weight_decay": 0.01, "trainer.lr_schedule": "constant"},
+}
+"""Our keys of each framework's defaults, as its sources of 2026 have them (docs/migrating.md)."""
+
+
+@pytest.mark.parametrize("framework", SILENT)
+def test_a_silent_file_takes_the_defaults_of_its_framework_where_ours_differ(framework: str) -> None:
+    translation = translate(Source(framework=framework, settings=()), RULES[framework])
+    taken = {key: value for told in translation.told for key, value in told.here.items()}
+    assert taken == SILENT[framework]
+    ours = compose_job("train", BASE).config
+    for told in (told for told in translation.told if told.here):
+        assert told.why.startswith("the default of ")
+        if told.setting.key == "num_generations":
+            continue  # the same, but batches are counted in it
+        assert any(OmegaConf.select(ours, key) != value for key, value in told.here.items()), told.setting.key
+    words = [f"{key}={value}" for key, value in taken.items() if key != "algorithm.group_size"]
+    composed([*BASE, "model.path=x", "data.train_files=x", "data.val_files=none", *words])
+
+
+def test_an_older_name_takes_the_place_of_a_default() -> None:
+    settings = (Setting("batch_size", 64), Setting("rollouts_per_example", 16))
+    overrides = translate(Source(framework="prime_rl", settings=settings), RULES["prime_rl"]).overrides
+    assert (overrides["trainer.prompts_per_step"], overrides["algorithm.group_size"]) == (4, 16)
+
+
+@pytest.mark.parametrize("words", ["data.filter_overlong_prompts=True data.truncation=error", "data.truncation=error"])
+def test_prompts_of_verl_are_refused_only_where_none_is_filtered(words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
+    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    assert overrides["data.overlong_prompts"] == ("filter" if "filter" in words else "refuse")
+
+
+# -- what is not read --------------------------------------------------------------------------------------------------
+
+BRANCH = """
+GPUS=8
+case "$DEVICE" in
+    npu)
+        GPUS=16
+        ;;
+esac
+if [ -n "$X" ]; then LR=1e-5; fi
+python3 -m verl.trainer.main_ppo --config-path=config --config-name grpo.yaml '~data.seed' word \\
+    trainer.n_gpus_per_node=$GPUS data.train_files=a.parquet > log.txt 2>&1
+"""
+TRL_SET_LATER = """
+args = GRPOConfig("out", learning_rate=2e-6, **more)
+args.num_generations = 4
+args.max_completion_length = 2048
+trainer = GRPOTrainer("org/model", [f], args, data, callbacks=[c], peft_config=LoraConfig(r=8, lora_dropout=0.1))
+trainer.args.beta = 0.1
+"""
+
+
+def test_words_and_branches_that_are_not_followed_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(BRANCH)
+    notes = migrated(tmp_path / "a.sh")
+    for note in (
+        "GPUS: set again in a condition or a loop: 16 counts here; before it is 8",
+        "LR: set in a condition, which is not followed",
+        "--config-path=config: no setting",
+        "--config-name grpo.yaml: no setting",
+        "~data.seed: deletes a setting of theirs",
+        "word: no setting",
+    ):
+        assert f"#   {note}" in notes
+    assert "log.txt" not in notes and "2>&1" not in notes
+
+
+def test_a_config_of_trl_that_is_changed_later_and_arguments_that_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(TRL_SET_LATER)
+    translation = translate(read(tmp_path / "a.py", None), RULES["trl"])
+    taken = translation.overrides
+    assert (taken["algorithm.group_size"], taken["rollout.max_response_tokens"], taken["hydra.run.dir"]) == (
+        4,
+        2048,
+        "out",
+    )
+    assert (taken["algorithm.kl_loss_coef"], taken["model.path"], taken["model.lora.rank"]) == (0.1, "org/model", 8)
+    unread = {told.setting.key for told in translation.told if "is not read" in told.why}
+    assert unread == {"GRPOConfig(**more)", "callbacks=[c]", "LoraConfig(lora_dropout)"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("a.sh", "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a optim.lr=1e-4 model.partial_pretrain=b"),
+        ("b.sh", "trl sft --model_name_or_path a --dataset_name b"),
+        ("c.sh", "python -m skyrl.train.main_sft trainer.a=1 generator.sampling_params.b=2"),
+        ("a.py", "import trl\ntrainer = SFTTrainer(model='a', args=SFTConfig(max_length=3))"),
+    ],
+)
+def test_fine_tuning_is_refused_by_its_name(file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UnreadableError, match="is supervised fine-tuning, .* slipstream sft"):
+        read(tmp_path / file, None)
+
+
+TABLES = {
+    "an inline table": '[[orchestrator.train.env]]\nname = "m"\ntaskset = { id = "math-env", subset = "x" }',
+    "a source": '[[orchestrator.train.source]]\nname = "m"\n[orchestrator.train.source.env.taskset]\nid = "math-env"',
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_an_environment_of_prime_rl_is_named_by_its_tasks(table: str, tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(f'[wandb]\nproject = "p"\nname = "n"\n{TABLES[table]}\n')
+    translation = translate(read(tmp_path / "rl.toml", None), RULES["prime_rl"])
+    taken = translation.overrides
+    assert (taken["rollout.agent_args.env"], taken["data.train_files"]) == ("math-env", "math-env")
+    assert (taken["wandb.project"], taken["wandb.name"], taken["tracking.sinks"]) == ("p", "n", ["jsonl", "wandb"])
+    assert ("not read: taskset.subset=x" in str(translation.told)) == ("subset" in TABLES[table])
 
 
 def test_what_our_checks_refuse_is_left_out_with_their_reason() -> None:

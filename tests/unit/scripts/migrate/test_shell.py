@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.migrate.settings import Setting, Unknown, typed
-from scripts.migrate.shell import Shell, options_of, overrides_of
+from scripts.migrate.shell import Shell, options_of, overrides_of, unread_words
 
 
 def commands(text: str) -> list[list[str]]:
@@ -79,4 +79,4 @@ def test_a_text_has_the_type_that_it_has_on_their_command_lines(text: str, value
 @given(st.text(alphabet="ab$\"'\\{}()[]=#`@:-+ \n;|&1", max_size=60))
 def test_any_text_is_read_to_its_end(text: str) -> None:
     for command in commands(text):
-        overrides_of(command), options_of(command)
+        overrides_of(command), options_of(command), unread_words(command)

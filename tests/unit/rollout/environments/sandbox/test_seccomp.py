@@ -18,6 +18,7 @@ from rollout.environments.sandbox.seccomp import (
     KILL,
     LOAD,
     NEW_CALLS,
+    RESTRICTED,
     RETURN,
     filter_program,
 )
@@ -26,9 +27,10 @@ REFUSED = ERROR | errno.EPERM
 CLONE_NEWUSER, CLONE_THREAD = 0x10000000, 0x00010000
 
 
-def judged(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
-    """Return what the filter says of a call."""
-    read = {0: number, 4: ARCHITECTURES[machine] if architecture is None else architecture, 16: argument}
+def judged(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+    """Return what the filter says of a call. Arguments that are not named are 0."""
+    read = {0: number, 4: ARCHITECTURES[machine] if architecture is None else architecture}
+    read |= {16 + 8 * place: value for place, value in enumerate((*arguments, *[0] * (6 - len(arguments))))}
     place, value = 0, 0
     code = list(INSTRUCTION.iter_unpack(filter_program(machine)))
     holds = {
@@ -49,10 +51,24 @@ def judged(machine: str, number: int, argument: int = 0, architecture: int | Non
 
 @pytest.mark.parametrize("machine", CALLS)
 def test_only_the_calls_on_the_list_are_refused(machine: str) -> None:
-    refused = {number for number in range(512) if judged(machine, number) == REFUSED}
-    assert refused == {*CALLS[machine], *NEW_CALLS}
-    assert {judged(machine, number) for number in set(range(512)) - refused} == {ALLOW, ERROR | errno.ENOSYS}
+    allowed = {
+        number: [min(values) for values in arguments.values()] for number, arguments in RESTRICTED[machine].items()
+    }
+    answers = {number: judged(machine, number, *allowed.get(number, ())) for number in range(512)}
+    assert {number for number in answers if answers[number] == REFUSED} == {*CALLS[machine], *NEW_CALLS}
+    assert set(answers.values()) == {REFUSED, ALLOW, ERROR | errno.ENOSYS}
     assert judged(machine, CLONE3) == ERROR | errno.ENOSYS
+
+
+@pytest.mark.parametrize("machine", CALLS)
+def test_calls_that_are_for_itself_are_refused_for_another_process(machine: str) -> None:
+    prlimit, setpriority, ioprio_set, socket = {"x86_64": (302, 141, 251, 41), "aarch64": (261, 140, 30, 198)}[machine]
+    assert judged(machine, prlimit, 0, 7) == ALLOW and judged(machine, prlimit, 1, 7) == REFUSED
+    for call, process in ((setpriority, 0), (ioprio_set, 1)):
+        assert judged(machine, call, process, 0, 5) == ALLOW
+        assert {judged(machine, call, *other) for other in ((process, 1), (2, 0), (2, 1000))} == {REFUSED}
+    internet, netlink, vsock = 2, 16, 40
+    assert [judged(machine, socket, family) for family in (1, internet, netlink, vsock)] == [ALLOW] * 3 + [REFUSED]
 
 
 @pytest.mark.parametrize("machine", CALLS)

@@ -38,6 +38,11 @@ class LoraServing(Enum):
     """The weights W as the replica loaded them, with A and B beside them, which is slower. W may be quantized."""
 
 
+def names_experts(targets: list[str]) -> bool:
+    """Return whether adapters are for the experts of a mixture, too, or for some of their weights."""
+    return any("experts" in target.split(".") for target in targets)
+
+
 SERVED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM has kernels; a smaller adapter takes the next one. (New versions have 1 too.)"""
 
@@ -49,7 +54,8 @@ class LoraConfig:
     alpha: float = 32.0
     """A layer computes W x + (alpha / rank) B A x."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """Layers with an adapter: [all_linear] (all but the head), or names, or ends of names, such as [q_proj,v_proj]."""
+    """Layers with an adapter: [all_linear] (all but the head), or names, or ends of names, such as [q_proj,v_proj]. The
+    experts of a mixture, which are no linear layers, have one each if they are named: experts."""
     dropout: float = 0.0
     """Share of x that is dropped before A, in forward passes with a gradient only. Above 0, the probabilities that are
     trained are not quite those that sampled."""

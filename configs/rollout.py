@@ -153,8 +153,9 @@ class RolloutConfig:
     agent_loop: str = "single_turn"
     """Agent loop: single_turn, or `package.module:name` that makes one when called with (tokenizer)."""
     agent: str | None = None
-    """A harness in place of an agent loop: `package.module:function`, an async function of (task, client), where client
-    is an openai.AsyncOpenAI for the session of its episode."""
+    """A harness in place of an agent loop: claude_code, codex, opencode or mini_swe_agent, which must be installed; or
+    `package.module:function`, an async function of (task, client), where client is an openai.AsyncOpenAI for the
+    session of its episode."""
     agent_command: str | None = None
     """A harness in place of an agent loop: a command of the shell, a process per episode, with OPENAI_BASE_URL,
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment. It gets the prompt on stdin, or in place of the

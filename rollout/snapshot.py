@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.curriculum.order import CurriculumState, OtherPromptsError
 from rollout.mixture import PromptMixture, places_of
@@ -241,23 +242,36 @@ def _require_every_prompt_once(rollouter: Rollouter, num_trained: int | None) ->
 
 
 def encode(state: RolloutState) -> bytes:
-    return msgspec.msgpack.encode(state, enc_hook=_encode_array)
+    return msgspec.msgpack.encode(state, enc_hook=_Arrays().encode)
 
 
 def decode(data: bytes) -> RolloutState:
     """Read a state. Raises ValueError when the bytes are none."""
-    return msgspec.msgpack.decode(data, type=RolloutState, dec_hook=_decode_array)
+    return msgspec.msgpack.decode(data, type=RolloutState, dec_hook=_Arrays().decode)
 
 
-def _encode_array(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        shape = (value.shape,) if value.ndim > 1 else ()
-        return value.dtype.str, value.tobytes(), *shape
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.100}")
+class _Arrays:
+    """The arrays of a state, in the order in which they are written and read: one that is there again, such as the
+    routes of a prompt in each sequence of its group, is written as its number and stays one object."""
 
+    def __init__(self) -> None:
+        self._written: dict[int, tuple[int, NDArray[Any]]] = {}  # which keeps each, so that no other has its id
+        self._read: list[NDArray[Any]] = []
 
-def _decode_array(_: type, value: Any) -> Any:
-    dtype, data, *shape = value
-    return np.frombuffer(data, dtype).reshape(*shape or [-1])
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            if id(value) in self._written:
+                return self._written[id(value)][0]
+            self._written[id(value)] = len(self._written), value
+            shape = (value.shape,) if value.ndim > 1 else ()
+            return value.dtype.str, value.tobytes(), *shape
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.100}")
+
+    def decode(self, _: type, value: Any) -> Any:
+        if isinstance(value, int):
+            return self._read[value]
+        dtype, data, *shape = value
+        self._read.append(np.frombuffer(data, dtype).reshape(*shape or [-1]))
+        return self._read[-1]

@@ -236,6 +236,12 @@ class Routes:
             return pairs[0][0]
         return cls.placed([(part, slice(end - begin - len(part), end - begin)) for part, end in pairs], num_inputs)
 
+    def num_equal(self, other: Self) -> int:
+        """Return the number of rows, from the first on, that are those of the other."""
+        length = min(len(self), len(other))
+        differs = (self.experts[:length] != other.experts[:length]).any(axis=(1, 2))
+        return int(differs.argmax()) if differs.any() else length
+
     def of_inputs(self, num_inputs: int) -> Self:
         """Return the rows of all inputs of a sequence: unknown ones before the first that is here."""
         whole = type(self).concatenate([(self, num_inputs)])
@@ -372,7 +378,11 @@ class TokenSequence:
     kept: KeptTokens | None = None
     """[R] the tokens that each was drawn from. None: all from the whole vocabulary."""
     routes: Routes | None = None
-    """The experts of its inputs, of all tokens but the last; the first ones may be missing. None: all are unknown."""
+    """The experts of its inputs, of all tokens but the last; the first ones may be missing, or be in `prompt_routes`.
+    None: all are unknown."""
+    prompt_routes: Routes | None = None
+    """The experts of its first inputs, of which those before `routes` are its own: one object for all sequences of a
+    group that sent their prompt to the same experts, so that it travels and is stored once. None: `routes` has all."""
     turn_rewards: tuple[TurnReward, ...] = ()
     """The rewards of turns, ascending by `end`, for an episode that is rewarded by turns. The trajectory's reward
     contains them. A turn that got none is one of 0, or belongs to the next."""
@@ -396,6 +406,32 @@ class TokenSequence:
     def token_ids(self) -> IntArray:
         """[P + R]"""
         return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def num_inputs(self) -> int:
+        """Return the number of tokens that another one follows."""
+        return len(self.prompt_ids) + len(self.response_ids) - 1
+
+    @property
+    def num_prompt_routes(self) -> int:
+        """Return the number of its inputs whose experts are in `prompt_routes`."""
+        return 0 if self.prompt_routes is None or self.routes is None else self.num_inputs - len(self.routes)
+
+    @property
+    def routes_in_parts(self) -> list[Routes]:
+        """Return the experts of its inputs in their order, without a copy. The first ones may be missing."""
+        if self.routes is None:
+            return []
+        shared = [] if self.prompt_routes is None else [self.prompt_routes.first(self.num_prompt_routes)]
+        return [*shared, self.routes]
+
+    @property
+    def input_routes(self) -> Routes | None:
+        """Return the experts of its inputs as one. None: all are unknown."""
+        parts = self.routes_in_parts
+        if len(parts) < 2:
+            return self.routes
+        return Routes(experts=np.concatenate([part.experts for part in parts]))
 
     def token_versions(self) -> IntArray:
         """[R] `global_steps` of every token, -1 where the policy did not sample it."""
@@ -497,6 +533,27 @@ class TrajectoryGroup:
         rounding = ROUNDING * max((trajectory.largest_reward for trajectory in scored), default=0.0)
         return max(rewards, default=0.0) - min(rewards, default=0.0) > rounding
 
+    def with_shared_routes(self) -> Self:
+        """Return the group with the experts of the prompt once, as the first sequence has them. A sequence that other
+        weights, or another rounding, sent elsewhere from some input on has its own from there on: what each was sent to
+        does not change. The greedy trajectory is not trained and has none."""
+        sequences = [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+        of_prompts = (
+            sequence.routes.first(len(sequence.prompt_ids))
+            for sequence in sequences
+            if sequence.routes is not None and len(sequence.routes) == sequence.num_inputs
+        )
+        if (shared := next(of_prompts, None)) is None:
+            return self
+        trajectories = (
+            replace(trajectory, sequences=tuple(_sharing(sequence, shared) for sequence in trajectory.sequences))
+            for trajectory in self.trajectories
+        )
+        greedy = self.greedy
+        if greedy is not None:
+            greedy = replace(greedy, sequences=tuple(replace(each, routes=None) for each in greedy.sequences))
+        return replace(self, trajectories=tuple(trajectories), greedy=greedy)
+
     @property
     def rewards(self) -> list[float]:
         """Return the rewards of the trajectories that have one."""
@@ -524,6 +581,15 @@ class TrajectoryGroup:
     @property
     def num_tokens(self) -> int:
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
+
+
+def _sharing(sequence: TokenSequence, shared: Routes) -> TokenSequence:
+    """Return the sequence without the first rows that are those of `shared`, if there are any."""
+    routes = sequence.routes
+    if routes is None or len(routes) != sequence.num_inputs or routes.experts.shape[1:] != shared.experts.shape[1:]:
+        return sequence
+    count = shared.num_equal(routes)
+    return replace(sequence, routes=routes.last(len(routes) - count), prompt_routes=shared) if count else sequence
 
 
 ROUNDING = 1e-12

@@ -33,6 +33,7 @@ def main() -> None:
 def evaluate(invocation: Invocation) -> Ended:
     from scripts.command.resume import holds_run
     from scripts.command.run_folder import locked
+    from scripts.launch.agents import refuse_without_agent
     from scripts.launch.cluster import resolve_device, without_trainer
     from scripts.launch.evaluation import evaluate_model
     from scripts.launch.model_support import check_model
@@ -48,6 +49,7 @@ def evaluate(invocation: Invocation) -> Ended:
     check_engine(config)
     check_world(config, NEEDED_FILES)
     refuse_without_sandboxes(config)
+    refuse_without_agent(config)
     if config.dry_run:
         sys.stdout.write(plan("evaluate", config, device, invocation.run_dir, NEEDED_FILES))
         return Ended(exit_code=0)

@@ -16,6 +16,7 @@ COMMANDS = {
     "dashboard": ("dashboard.__main__", "show a run in a browser, live"),
     "predict": ("predict.__main__", "predict other configurations of a run, and say what to change"),
     "replay": ("replay.__main__", "train again on what a run has recorded"),
+    "agent-check": ("agent_check", "run an agent once, and say what to know before training it"),
     "rehearse": ("rehearse", "rehearse a run without its GPUs: its memory, and how long a step would take"),
     "audit": ("audit", "check the records of a run"),
     "timeline": ("timeline", "write the timeline of a run for Perfetto"),

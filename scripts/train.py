@@ -34,6 +34,7 @@ def train(invocation: Invocation) -> Ended:
     from scripts.command.bookkeeping import begin, keep_records
     from scripts.command.resume import find_checkpoint
     from scripts.command.run_folder import locked
+    from scripts.launch.agents import refuse_without_agent
     from scripts.launch.cluster import resolve_device
     from scripts.launch.model_support import check_model
     from scripts.launch.sandboxes import refuse_without_sandboxes
@@ -43,10 +44,11 @@ def train(invocation: Invocation) -> Ended:
     from scripts.plan.preview import refuse_agent_loop
 
     device = resolve_device(invocation.config)
-    check_model(invocation.config, trains=True, updates=True)
+    check_model(invocation.config, trains=True, updates=True, device=device)
     check_engine(invocation.config)
     check_world(invocation.config, TRAIN_AND_VAL)
     refuse_without_sandboxes(invocation.config)
+    refuse_without_agent(invocation.config)
     refused: list[str] = []
     if invocation.config.dry_run:
         find_checkpoint(invocation.config, invocation.run_dir, refused.append)

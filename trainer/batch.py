@@ -176,9 +176,8 @@ def first_versions(sequence: TokenSequence) -> IntArray:
 
 def routes_of_inputs(sequence: TokenSequence, length: int) -> Routes | None:
     """[length] Return the experts of the first inputs of a sequence."""
-    if sequence.routes is None:
-        return None
-    return sequence.routes.of_inputs(len(sequence.prompt_ids) + len(sequence.response_ids) - 1).first(length)
+    routes = sequence.input_routes
+    return None if routes is None else routes.of_inputs(sequence.num_inputs).first(length)
 
 
 def assemble(

@@ -1,7 +1,8 @@
 """Low-rank adapters on their way: what their factors are called, and how they become weights.
 
-The trainer publishes A [rank, in] and B [out, rank] under PEFT's names. Whoever needs the weights merges them here, so
-that a replica and an export hold the same bits. Nothing here imports torch.
+The trainer publishes A [rank, in] and B [out, rank] under PEFT's names; those of stacked experts have a dimension of
+experts before, and names of ours: `experts.adapters.down_proj.lora_A.weight` belongs to `experts.down_proj`. Whoever
+needs the weights merges them here, so that a replica and an export hold the same bits. Nothing here imports torch.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 """PEFT's, before the name of a module."""
 FACTORS = (".lora_A.weight", ".lora_B.weight")
+OF_EXPERTS = "adapters"
+"""The module beside stacked weights that holds their factors."""
 
 
 def published_name(name: str) -> str:
@@ -26,7 +29,10 @@ def is_factor(published: str) -> bool:
 
 def factor_names(weight: str) -> tuple[str, str]:
     """Return the published names of A and B of a weight, whether it has them or not."""
-    module = weight.removesuffix(".weight")
+    module, is_linear = weight.removesuffix(".weight"), weight.endswith(".weight")
+    if not is_linear:  # a stacked weight is a parameter by itself
+        owner, _, own = weight.rpartition(".")
+        module = f"{owner}.{OF_EXPERTS}.{own}"
     return PREFIX + module + FACTORS[0], PREFIX + module + FACTORS[1]
 
 

@@ -16,7 +16,8 @@ from configs.checkpoint import LATEST, is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
 from configs.data import NO_FILES, Generated, parse_sources
-from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing
+from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
+from configs.named_agents import NAMED_AGENTS
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
@@ -137,6 +138,8 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.lora.targets", f"{ALL_LINEAR} stands for every linear layer but the head: leave out the rest"
         )
+    if names_experts(lora.targets):
+        yield from _expert_adapter_problems(config)
     if lora.serve is LoraServing.adapter:
         if lora.rank > max(SERVED_RANKS):
             yield Problem("model.lora.rank", f"at most {max(SERVED_RANKS)} with model.lora.serve=adapter, as in vLLM")
@@ -150,6 +153,20 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield Problem("model.lora.served_path", allowed)
     if config.weight_sync.delta:
         yield Problem("weight_sync.delta", f"with model.lora.rank={lora.rank}, must be false: only the adapter travels")
+
+
+def _expert_adapter_problems(config: Config) -> Iterator[Problem]:
+    """Yield what adapters of experts cannot be combined with."""
+    lora, trainer = config.model.lora, config.trainer
+    if lora.serve is LoraServing.adapter:
+        allowed = "must be merged for adapters of experts (model.lora.targets), which vLLM would need in another form"
+        yield Problem("model.lora.serve", allowed)
+    if lora.dropout > 0:
+        yield Problem("model.lora.dropout", "must be 0 for adapters of experts, whose weights are merged to compute")
+    if trainer.expert_parallel:
+        yield Problem("trainer.expert_parallel", "must be false for adapters of experts (model.lora.targets)")
+    if trainer.compile:
+        yield Problem("trainer.compile", "must be false for adapters of experts (model.lora.targets): untested")
 
 
 def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
@@ -238,7 +255,9 @@ def _harness_problems(config: Config) -> Iterator[Problem]:
     if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
         yield Problem("rollout.agent_loop", f"rollout.{harnesses[0]} is set, too: a run has an agent loop or a harness")
     if rollout.agent is not None:
-        yield from dotted_problems("rollout.agent", rollout.agent, (), ("task", "client"), rollout.agent_args)
+        yield from dotted_problems(
+            "rollout.agent", rollout.agent, tuple(NAMED_AGENTS), ("task", "client"), rollout.agent_args
+        )
     if rollout.agent_command is not None:
         yield from _command_problems(rollout.agent_command)
     if sessions.timeout_s >= rollout.group_timeout_s:

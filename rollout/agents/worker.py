@@ -214,7 +214,7 @@ class AgentWorker:
         )
         if not group.is_aborted and not any(trajectory.versions for trajectory in group.trajectories):
             raise NoTokensError(self._no_tokens(group))
-        return group
+        return group.with_shared_routes()
 
     @cached_property
     def _tool_processes(self) -> ToolProcesses | None:

@@ -9,6 +9,7 @@ from ray.exceptions import RayActorError
 from rollout.actors.carried import as_raised
 from rollout.engines.base import EngineDiedError
 from rollout.errors import ReplicaLostError
+from rollout.replica.answers import Answers
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
@@ -24,9 +25,10 @@ class ReplicaClient:
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Raises ReplicaLostError."""
         try:
-            return await as_raised(self.actor.generate_group.remote(requests), self.name, ends_with_us=True)
+            answers: Answers = await as_raised(self.actor.generate_group.remote(requests), self.name, ends_with_us=True)
         except (RayActorError, EngineDiedError) as error:
             raise ReplicaLostError(f"{self.name} died while it generated: {error}") from error
+        return answers.completions()
 
     __call__ = generate_group
 

@@ -22,11 +22,12 @@ from rollout.actors.processes import end_descendants_with_this, is_stopped, kill
 from rollout.actors.supervisor import ENV
 from rollout.engines.base import EngineSpec
 from rollout.events.log import EventLog
+from rollout.replica.answers import Answers
 from rollout.replica.client import ReplicaClient
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
 from rollout.sampled_tokens import new_record
-from rollout.types import Completion, FloatArray, GenerationRequest, IntArray
+from rollout.types import FloatArray, GenerationRequest, IntArray
 from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
@@ -101,9 +102,9 @@ class ReplicaActor:
         return url
 
     @carries_errors
-    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def generate_group(self, requests: list[GenerationRequest]) -> Answers:
         """Generate; callers use `ReplicaClient.generate_group`."""
-        return await self._replica.generate_group(requests)
+        return Answers.of(await self._replica.generate_group(requests))
 
     @carries_errors
     async def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:

@@ -242,6 +242,7 @@ class SessionArchive(OpenSessions):
         route: Callable[[], GenerateGroup],
         max_open: int,
         write: Callable[[SessionRecord], None],
+        is_drafted: bool = False,
     ):
         """
         Args:
@@ -250,10 +251,12 @@ class SessionArchive(OpenSessions):
             route: makes the `generate` of a session.
             max_open: sessions.max_open.
             write: writes a record; may block, and raise OSError.
+            is_drafted: replicas decode speculatively.
         """
         super().__init__(model)
         self._codec, self._limits, self._sampling = codec, limits, sampling
         self._route, self._max_open, self._write = route, max_open, write
+        self._is_drafted = is_drafted
         self._entries: dict[str, _Entry] = {}
         self._in_thread = OneThread("session-archive")
         self._is_ending = False
@@ -281,7 +284,9 @@ class SessionArchive(OpenSessions):
         name = f"{ordinal:0{ID_BITS // 4}x}"
         prompt = Prompt(ordinal=ordinal, text="", token_ids=(), ground_truth="", extra=dict(task))
         episode = EpisodeTask(request_id=RequestId(ordinal=ordinal), prompt=prompt, index=0, sampling=self._sampling)
-        session = Session(episode, self._route(), self._codec, self._limits, takes_sampling=True)
+        session = Session(
+            episode, self._route(), self._codec, self._limits, takes_sampling=True, is_drafted=self._is_drafted
+        )
         self._sessions[name] = session
         self._entries[name] = _Entry(session=session, task=task)
         return name

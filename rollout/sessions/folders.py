@@ -6,14 +6,17 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from configs.rollout import SessionsConfig
 
 logger = logging.getLogger(__name__)
 PROMPT = "prompt.txt"
 HOME = "home"
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -52,11 +55,11 @@ class EpisodeFolders:
         self._template = None if config.folder_template is None else Path(config.folder_template).expanduser()
         self._is_fresh, self._num_left = config.fresh_folder, config.kept_folders
 
-    async def make(self, prompt: str) -> EpisodeFolder:
-        """Return a folder with the prompt. Raises OSError."""
-        return await asyncio.to_thread(self._make, prompt)
+    async def make(self, prompt: str, files: Mapping[str, str] = NO_FILES) -> EpisodeFolder:
+        """Return a folder with the prompt, and with these files in its HOME. Raises OSError."""
+        return await asyncio.to_thread(self._make, prompt, files)
 
-    def _make(self, prompt: str) -> EpisodeFolder:
+    def _make(self, prompt: str, files: Mapping[str, str]) -> EpisodeFolder:
         path = Path(tempfile.mkdtemp(prefix="slipstream-episode-"))
         folder = EpisodeFolder(path, path / HOME if self._is_fresh else None)
         try:
@@ -65,6 +68,8 @@ class EpisodeFolders:
                 shutil.copytree(self._template, folder.home, symlinks=True)
             elif folder.home is not None:
                 folder.home.mkdir()
+            if folder.home is not None:
+                _write_files(folder.home, files)
         except BaseException:
             _remove(path)
             raise
@@ -78,6 +83,12 @@ class EpisodeFolders:
             await asyncio.to_thread(folder.write_output)
             return
         await asyncio.to_thread(_remove, folder.path)
+
+
+def _write_files(home: Path, files: Mapping[str, str]) -> None:
+    for path, text in files.items():
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text, encoding="utf-8")
 
 
 def _remove(path: Path) -> None:

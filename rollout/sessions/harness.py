@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from configs.named_agents import NamedAgent
 from configs.rollout import PROMPT_PLACEHOLDER, SessionsConfig
 from configs.runtime.dotted import find
 from configs.runtime.environment import user_environment
@@ -150,6 +151,21 @@ class FunctionHarness:
             return await running
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEnd:
+    """The end of a command."""
+
+    code: int | None
+    """The exit code, or -N after signal N; None where the command did not end by itself."""
+    stdout: bytes
+    stderr: bytes
+    """`stdout` and `stderr`: the last bytes that it has written."""
+
+
+def nobody_asks(end: CommandEnd) -> None:
+    """Drop the end of a command."""
+
+
 class CommandHarness:
     """Runs a command of the shell, which gets the prompt, and the session in its environment.
 
@@ -159,28 +175,43 @@ class CommandHarness:
     when it ends or is cancelled.
     """
 
-    def __init__(self, command: str, config: SessionsConfig = DEFAULTS):
-        """`command` is rollout.agent_command."""
-        self._command, self._may_reward = command, config.command_reward
+    def __init__(
+        self,
+        command: str | NamedAgent,
+        config: SessionsConfig = DEFAULTS,
+        on_end: Callable[[CommandEnd], None] = nobody_asks,
+    ):
+        """`command` is rollout.agent_command, or the agent that rollout.agent names. `on_end` is told how each command
+        has ended."""
+        self._named = command if isinstance(command, NamedAgent) else None
+        if isinstance(command, NamedAgent):
+            self._key, command = f"rollout.agent={command.name}", command.command
+        else:
+            self._key = f"rollout.agent_command={command}"
+        self._command, self._may_reward, self._on_end = command, config.command_reward, on_end
         self._script = f"{PROMPT_VARIABLE}=$1; shift\n" + command.replace(PROMPT_PLACEHOLDER, f'"${PROMPT_VARIABLE}"')
         self._folders = EpisodeFolders(config)
 
     async def run(self, task: HarnessTask, connection: Connection) -> None:
         """Run the command. Raises HarnessError when it cannot be started or exits with another code than 0."""
-        folder = await _whole(self._folders.make(task.prompt), lambda made: self._folders.end(made, has_failed=False))
+        files = {} if self._named is None else self._named.written_files(connection.environment)
+        making = self._folders.make(task.prompt, files)
+        folder = await _whole(making, lambda made: self._folders.end(made, has_failed=False))
         connection.at_end.append(lambda has_failed: self._folders.end(folder, has_failed))
         prompt, is_argument = as_bytes(task.prompt), PROMPT_PLACEHOLDER in self._command
         starting = self._start(prompt if is_argument else b"", folder, connection)
         process, control = await _whole(starting, lambda started: _end(*started, connection.session))
         reading = _Streams(process, b"" if is_argument else prompt)
+        code: int | None = None
         try:
             code = await _exit_code(process)
         finally:
             await _end(process, control, connection.session)
             await reading.end()
             folder.stdout, folder.stderr = bytes(reading.stdout), bytes(reading.stderr)
+            self._on_end(CommandEnd(code=code, stdout=folder.stdout, stderr=folder.stderr))
         if code:
-            raise HarnessError(f"rollout.agent_command={self._command}: {_why(code, folder.stderr)}")
+            raise HarnessError(f"{self._key}: {_why(code, folder.stderr)}")
 
     async def _start(self, argument: bytes, folder: EpisodeFolder, connection: Connection) -> tuple[Process, int]:
         """Return the process, and a descriptor which, when it is closed, ends all that the command has started."""
@@ -199,7 +230,7 @@ class CommandHarness:
         except (OSError, ValueError) as error:  # an argument of the system is too long, or has a NUL
             os.close(control)
             why = f"{error}: prompts of {len(argument):,} bytes may need stdin in place of {PROMPT_PLACEHOLDER}"
-            raise HarnessError(f"rollout.agent_command={self._command}: cannot be started: {why}") from error
+            raise HarnessError(f"{self._key}: cannot be started: {why}") from error
         finally:
             os.close(watched)
         return process, control
@@ -215,7 +246,8 @@ class CommandHarness:
             own["HOME"] = str(folder.home)
         if self._may_reward:
             own |= {"SLIPSTREAM_REWARD_URL": f"{connection.url}/reward", "SLIPSTREAM_REWARD_KEY": connection.key}
-        return {**inherited, **own, **connection.environment}
+        agent = {} if self._named is None else self._named.environment
+        return {**inherited, **own, **agent, **connection.environment}
 
 
 class _Streams:

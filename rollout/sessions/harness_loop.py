@@ -5,14 +5,16 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from starlette.types import ASGIApp
 
+from configs.named_agents import NAMED_AGENTS
 from configs.rollout import OnLimit, SessionsConfig
 from configs.runtime.network import own_address
 from configs.schema import Config
@@ -26,7 +28,16 @@ from rollout.sessions.app import session_app
 from rollout.sessions.budget import LOOK_S, SessionLimits, make_limits
 from rollout.sessions.codec import ChatCodec, make_codec
 from rollout.sessions.errors import BadRequestError
-from rollout.sessions.harness import CommandHarness, Connection, FunctionHarness, Harness, HarnessError, HarnessTask
+from rollout.sessions.harness import (
+    CommandEnd,
+    CommandHarness,
+    Connection,
+    FunctionHarness,
+    Harness,
+    HarnessError,
+    HarnessTask,
+    nobody_asks,
+)
 from rollout.sessions.registry import OpenSessions
 from rollout.sessions.session import Session
 
@@ -58,6 +69,12 @@ class SessionHost(OpenSessions):
         self._server: asyncio.Task[None] | None = None
         self._url = ""
 
+    @classmethod
+    def of(cls, config: Config, tokenizer: Any) -> Self:
+        """Return the host of a run's sessions. Raises ValueError as `make_codec` does."""
+        codec, limits = make_codec(config.sessions, tokenizer), make_limits(config)
+        return cls(codec, limits, config.model.path or "policy", config.serve, config.sessions.host)
+
     @asynccontextmanager
     async def open(self, task: EpisodeTask, generate: GenerateGroup) -> AsyncIterator[tuple[Session, Connection]]:
         """Yield a session that ends with the block: calls under way are cancelled, and its key is worth nothing."""
@@ -74,6 +91,10 @@ class SessionHost(OpenSessions):
             del self._sessions[name]
             session.close()
 
+    def make_app(self) -> ASGIApp:
+        """Return what the server serves."""
+        return session_app(self)
+
     def _start(self) -> None:
         """Start the server with the first session, and again if it has ended."""
         if self._server is None or self._server.done():
@@ -82,7 +103,7 @@ class SessionHost(OpenSessions):
             if ip_address(listener.getsockname()[0]).is_unspecified:  # a harness may be in a container, or elsewhere
                 self._url = f"http://{own_address()}:{listener.getsockname()[1]}"
             self._server = asyncio.create_task(
-                serve(session_app(self), listener, self._serve_config), name="session-host"
+                serve(self.make_app(), listener, self._serve_config), name="session-host"
             )
 
     async def close(self) -> None:
@@ -102,18 +123,20 @@ class HarnessTimeoutError(TimeoutError):
 def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
     """Return the loop of rollout.agent or rollout.agent_command. Raises ValueError when either cannot be loaded, or the
     tokenizer has no chat template."""
-    rollout = config.rollout
+    return HarnessLoop(load_harness(config), SessionHost.of(config, tokenizer), config.sessions)
+
+
+def load_harness(config: Config, on_end: Callable[[CommandEnd], None] = nobody_asks) -> Harness:
+    """Return the harness of a config. `on_end` is told how a command has ended. Raises ValueError when the harness
+    cannot be loaded, or its program is not on this machine."""
+    rollout, sessions = config.rollout, config.sessions
     if rollout.agent_command:
-        harness = CommandHarness(rollout.agent_command, config.sessions)
-    else:
-        harness = FunctionHarness(rollout.agent or "", rollout.agent_args)
-    return HarnessLoop(harness, make_host(config, tokenizer), config.sessions)
-
-
-def make_host(config: Config, tokenizer: Any) -> SessionHost:
-    """Return the host of a run's sessions. Raises ValueError as `make_codec` does."""
-    codec, limits = make_codec(config.sessions, tokenizer), make_limits(config)
-    return SessionHost(codec, limits, config.model.path or "policy", config.serve, config.sessions.host)
+        return CommandHarness(rollout.agent_command, sessions, on_end)
+    if (named := NAMED_AGENTS.get(rollout.agent or "")) is None:
+        return FunctionHarness(rollout.agent or "", rollout.agent_args)
+    if named.problem is not None:
+        raise ValueError(f"rollout.agent={named.name}: {named.problem}")
+    return CommandHarness(named, sessions, on_end)
 
 
 class HarnessLoop:

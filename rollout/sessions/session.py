@@ -45,8 +45,13 @@ class Session:
         codec: ChatCodec,
         limits: SessionLimits,
         takes_sampling: bool = False,
+        is_drafted: bool = False,
     ):
-        """`takes_sampling` lets requests set the temperature and the like, which otherwise are those of the task."""
+        """
+        Args:
+            takes_sampling: let requests set the temperature and the like, which otherwise are those of the task.
+            is_drafted: replicas decode speculatively, and refuse what vLLM cannot draft by.
+        """
         # The name leaves out the attempt, so that a harness that starts again hears the same ids.
         self.transcript = Transcript(str(replace(task.request_id, attempt=0)))
         self.budget = SessionBudget(limits)
@@ -65,7 +70,7 @@ class Session:
         self._task = task
         self._generate = generate
         self._codec = codec
-        self._takes_sampling = takes_sampling
+        self._takes_sampling, self._is_drafted = takes_sampling, is_drafted
         self._calls: dict[int, Call] = {}
         """The calls under way, by number of each of their generations."""
         self._stops: dict[int, str | None] = {}
@@ -91,7 +96,7 @@ class Session:
             BadRequestError: the request cannot be rendered, sampled by, or continued.
         """
         if self._takes_sampling:
-            requested_sampling(self._task.sampling, request.sampling)  # refuses before anything begins
+            self._requested_sampling(request)  # refuses before anything begins
         self.num_requests += 1
         num_least = self._least_tokens(request)
         if self.budget.is_too_long(num_least):  # before anything is rendered
@@ -261,7 +266,7 @@ class Session:
         sampling = self._task.sampling
         end_ids = (*sampling.stop_token_ids, *self._codec.renderer.end_token_ids)
         if self._takes_sampling:
-            sampling = requested_sampling(sampling, request.sampling)
+            sampling = self._requested_sampling(request)
         sampling = replace(
             sampling.reseeded(number),
             max_tokens=room,
@@ -269,6 +274,9 @@ class Session:
             stop_token_ids=tuple(dict.fromkeys(end_ids)),
         )
         return GenerationRequest(request_id=self._request_id(number), prompt_ids=tuple(prompt_ids), sampling=sampling)
+
+    def _requested_sampling(self, request: ChatRequest | PromptRequest) -> SamplingParams:
+        return requested_sampling(self._task.sampling, request.sampling, self._is_drafted)
 
     def _request_id(self, number: int) -> RequestId:
         return replace(self._task.request_id, turn=number)
@@ -306,8 +314,11 @@ def _empty_answer(prompt_ids: tuple[int, ...] = ()) -> Answer:
     )
 
 
-def requested_sampling(default: SamplingParams, requested: Mapping[str, float]) -> SamplingParams:
-    """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by.
+def requested_sampling(
+    default: SamplingParams, requested: Mapping[str, float], is_drafted: bool = False
+) -> SamplingParams:
+    """Return `default` with the parameters of a request. Raises BadRequestError for those that cannot be sampled by:
+    with `is_drafted`, where replicas decode speculatively, min_p is one of them.
 
     Example: requested_sampling(SamplingParams(top_p=0.9), {"temperature": 0.0}).top_p == 0.9
     """
@@ -322,6 +333,8 @@ def requested_sampling(default: SamplingParams, requested: Mapping[str, float]) 
     min_p = requested.get("min_p", default.min_p)
     if not 0 <= min_p <= 1:
         raise _refusal("min_p", min_p, "a number from 0 to 1")
+    if is_drafted and min_p > 0:
+        raise _refusal("min_p", min_p, "0: this server decodes speculatively (rollout.speculative.method)")
     allowed = f"-1 (the whole vocabulary) or an integer from 1 to {MOST_KEPT}"
     top_k = _whole(requested, "top_k", default.top_k, allowed)
     if top_k == 0 or not -1 <= top_k <= MOST_KEPT:

@@ -57,7 +57,7 @@ from rollout.sessions.budget import make_limits
 from rollout.sessions.codec import make_codec
 from rollout.sessions.dialects.openai import OpenAIChat
 from rollout.sessions.harness import CommandHarness, Connection, Harness, HarnessTask
-from rollout.sessions.harness_loop import HarnessLoop, SessionHost, make_host
+from rollout.sessions.harness_loop import HarnessLoop, SessionHost
 from rollout.sessions.tree.generation import State
 from rollout.sessions.tree.transcript import Transcript
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
@@ -144,7 +144,7 @@ def make_config(**sessions: Any) -> Config:
 async def harness_loop(harness: Harness, tokenizer: Any, **sessions: Any) -> AsyncIterator[HarnessLoop]:
     """Open the agent loop of a run."""
     config = make_config(**sessions)
-    host = make_host(config, tokenizer)
+    host = SessionHost.of(config, tokenizer)
     try:
         yield HarnessLoop(harness, host, config.sessions)
     finally:
@@ -436,7 +436,7 @@ def _left_processes() -> list[psutil.Process]:
 async def measure_disconnects(num_disconnects: int) -> Figures:
     """Let clients go away, every second of which reads a stream."""
     policy = Policy(ENDS_FAMILY, STEP_S, AT_ONCE)
-    host = make_host(make_config(), policy.tokenizer)
+    host = SessionHost.of(make_config(), policy.tokenizer)
     ends: list[tuple[float, int]] = []
     try:
         for start in range(0, num_disconnects, AT_ONCE):

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs.mixture import sources_of
+from configs.named_agents import NAMED_AGENTS
 from configs.schema import Config
+from configs.validate import ConfigError
 from rollout.actors.processes import end_descendants_with_this
 from rollout.agents.loop import AgentLoop, is_harness, load_agent_loop
 from rollout.agents.tool_processes import make_processes, tools_in
@@ -36,6 +38,16 @@ def start_agents(
         noticed=NOTICED,
         events=events,
     )
+
+
+def refuse_without_agent(config: Config) -> None:
+    """Raise ConfigError where this machine, on which agents run, has not the program of the agent that rollout.agent
+    names. The machines of a cluster are asked when their agent workers start."""
+    for source in sources_of(config):
+        agent = NAMED_AGENTS.get(source.config.rollout.agent or "")
+        if agent is not None and config.ray.address is None and agent.problem is not None:
+            whose = f"data.sources.{source.name}: " if source.name else ""
+            raise ConfigError(f"{whose}rollout.agent={agent.name}: {agent.problem}")
 
 
 def load_loop(config: Config, tokenizer: Any) -> AgentLoop:

@@ -38,28 +38,36 @@ UNTESTED_LATENT_ATTENTION = frozenset(
 )
 """The types that vLLM computes with multi-head latent attention where they have a `kv_lora_rank`, and of which no
 update has been tested. Others that it adds are refused by the replica when it starts."""
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names by which configs of mixtures say how many experts a layer has."""
 ADAPTERS_ONLY = "replicas can serve it with an adapter beside it: set model.lora.rank and model.lora.serve=adapter"
 
 
-def check_model(config: Config, *, trains: bool, updates: bool) -> None:
+def check_model(config: Config, *, trains: bool, updates: bool, device: str | None = None) -> None:
     """Refuse a model.path or teacher.path that the command cannot run.
 
     Args:
         trains: whether the trainer loads the model.
         updates: whether replicas take its weights from the trainer.
+        device: "cpu" or "cuda", on which replicas may serve an adapter. None: they serve none.
 
     Raises:
         ConfigError: a line for each problem.
     """
     problems: list[Problem] = []
+    if device == "cpu" and updates and config.model.lora.serve is LoraServing.adapter and _has_experts(config):
+        allowed = (
+            "must be merged for a mixture of experts on a CPU, where vLLM has no kernel for adapters beside experts"
+        )
+        problems.append(Problem("model.lora.serve", allowed))
     if config.model.kind is ModelKind.hf and config.model.path is not None:
         problems += _problems("model.path", config.model.path, trains)
         if updates and config.model.lora.serve is not LoraServing.adapter:
             problems += _update_problems(config.model.path)
         if config.model.replay_routes and _is_dense(config.model.path):
             problems.append(Problem("model.replay_routes", "model.path has no experts: set it to null or false"))
-        if trains and config.trainer.expert_parallel and _is_dense(config.model.path):
-            problems.append(Problem("trainer.expert_parallel", "model.path has no experts: set it to false"))
+        if trains and config.trainer.expert_parallel:
+            problems += _division_problems(config, config.model.path)
     if updates and config.teacher.path is not None:
         problems += _problems("teacher.path", config.teacher.path, trains=False)
     if problems:
@@ -120,10 +128,32 @@ def _update_problems(path: str) -> Iterator[Problem]:
         yield Problem("model.path", f"{text['model_type']}: {what}")
 
 
+def _has_experts(config: Config) -> bool:
+    """Return whether the policy is known to be a mixture of experts."""
+    if config.model.kind is ModelKind.tiny:
+        return config.model.num_experts > 0
+    path = config.model.path or ""
+    return _model_config("model.path", path) is not None and not _is_dense(path)
+
+
 def _is_dense(path: str) -> bool:
     """Return whether its config says nothing of experts, as far as it is on this machine."""
     model = _model_config("model.path", path) or {"experts": None}
     return not any("expert" in name for name in model.get("text_config") or model)
+
+
+def _division_problems(config: Config, path: str) -> Iterator[Problem]:
+    """Yield why the ranks cannot divide the model's experts."""
+    if _is_dense(path):
+        yield Problem("trainer.expert_parallel", "model.path has no experts: set it to false")
+        return
+    model, ranks = _model_config("model.path", path) or {}, config.trainer.num_ranks
+    text = model.get("text_config") or model
+    for name in NUM_EXPERTS:
+        match text.get(name):
+            case int(number) if number % ranks:
+                allowed = f"trainer.num_ranks={ranks} must divide the {number} experts of model.path ({name})"
+                yield Problem("trainer.expert_parallel", f"{allowed}: change the ranks, or set it to false")
 
 
 def _model_config(key: str, path: str) -> Mapping[str, Any] | None:

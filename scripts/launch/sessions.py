@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.rollout import Speculation
 from configs.schema import Config
 from rollout.agents.worker_group import load_tokenizer
 from rollout.fleet.fleet import ReplicaFleet
@@ -52,6 +53,7 @@ def recorded_sessions(
         route=lambda: Route(routes),
         max_open=config.sessions.max_open,
         write=lambda record: write_record(run_dir / SESSIONS_FOLDER, record),
+        is_drafted=config.rollout.speculative.method is not Speculation.none,
     )
 
 

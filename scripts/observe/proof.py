@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.store import CheckpointError, verified
-from trainer.tracking.trajectories import TrajectoryRecord
+from trainer.tracking.trajectories import TrajectoryRecord, recorded_routes
 
 PROOF = "proof.jsonl"
 CERTIFICATE = "certificate.json"
@@ -252,12 +252,13 @@ def _digests(records: Sequence[TrajectoryRecord], arrays: Mapping[str, Any] | No
 
 def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     prompts, responses = _edges(arrays["prompt_lengths"]), _edges(arrays["response_lengths"])
+    starts = [0, *(end for _, end in responses)]  # the last is the end, for a trajectory without a sequence
     mask = arrays["loss_mask"].astype(np.uint8)
     num_loss = [0, *np.cumsum(mask, dtype=np.int64).tolist()]
     counts = arrays.get("kept_counts", np.zeros(0)).astype("<i4")
     kept_ids = arrays.get("kept_ids", np.zeros(0)).astype("<i4")
     num_kept = [0, *np.cumsum(np.maximum(counts, 0), dtype=np.int64).tolist()]
-    num_routed = [0, *np.cumsum(arrays.get("routed_lengths", np.zeros(len(prompts), np.int64))).tolist()]
+    routed = recorded_routes(arrays)
     sequence = 0
     for place, num_sequences in enumerate(arrays["num_sequences"].tolist()):
         tokens = b""
@@ -266,14 +267,14 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             tokens += struct.pack("<ii", prompt.stop - prompt.start, response.stop - response.start)
             tokens += arrays["prompt_ids"][prompt].astype("<i4").tobytes()
             tokens += arrays["response_ids"][response].astype("<i4").tobytes() + mask[response].tobytes()
-        whole = slice(responses[sequence][0], responses[sequence + num_sequences - 1][1])
+        whole = slice(starts[sequence], starts[sequence + num_sequences])
         loss = slice(num_loss[whole.start], num_loss[whole.stop])
         logprobs = arrays["rollout_logprobs"][whole].astype("<f4").tobytes()
         if counts[whole].any():
             kept = slice(num_kept[whole.start], num_kept[whole.stop])
             logprobs += counts[whole].tobytes() + kept_ids[kept].tobytes()
-        if "routes" in arrays:
-            logprobs += arrays["routes"][num_routed[sequence] : num_routed[sequence + num_sequences]].tobytes()
+        for own in routed[sequence : sequence + num_sequences]:
+            logprobs += b"".join(part.tobytes() for part in own.parts())
         training = arrays["advantages"][place : place + 1].astype("<f4").tobytes()
         for name, kind in _TRAINED:
             training += arrays[name][loss].astype(kind).tobytes() if name in arrays else b""

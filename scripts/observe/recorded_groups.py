@@ -14,9 +14,7 @@ from rollout.types import FloatArray, Prompt, TokenSequence, Trajectory, Traject
 from scripts.observe.files import RunError, read_arrays
 from scripts.observe.run import Run
 from trainer.tracking.trajectories import (
-    KEPT_FORMAT,
-    ROUTED_FORMAT,
-    TOKEN_FORMAT,
+    FORMATS,
     TRAINED,
     SequenceRecord,
     TrajectoryRecord,
@@ -51,8 +49,8 @@ def require_tokens(run: Run, step: int) -> None:
     """
     with _of_step(run, step):
         has = int(read_arrays(run.tokens_path(step), ("format",)).get("format", 1))
-    if has not in (TOKEN_FORMAT, KEPT_FORMAT, ROUTED_FORMAT):
-        expected = f"a replay reads formats {TOKEN_FORMAT} to {ROUTED_FORMAT}"
+    if has not in FORMATS:
+        expected = f"a replay reads formats {min(FORMATS)} to {max(FORMATS)}"
         raise RunError(f"{run.folder.name}: step {step}: its tokens are recorded in format {has}, and {expected}")
 
 
@@ -117,15 +115,16 @@ def _sequences(records: Sequence[SequenceRecord], arrays: dict[str, Any]) -> Ite
     of_prompts = _cut(arrays[OF_PROMPT], [length for length, _ in lengths])
     of_responses = [_cut(arrays[name], [length for _, length in lengths]) for name in names]
     kept, end = recorded_kept(arrays), 0
-    routes = recorded_routes(arrays)
-    for record, of_inputs, prompt_ids, *parts in zip(records, routes, of_prompts, *of_responses, strict=True):
+    routed = recorded_routes(arrays)
+    for record, routes, prompt_ids, *parts in zip(records, routed, of_prompts, *of_responses, strict=True):
         start, end = end, end + record.response_tokens
         yield TokenSequence(
             prompt_ids=prompt_ids,
             spans=tuple(VersionSpan(*span) for span in record.versions),
             turn_rewards=tuple(TurnReward(*turn) for turn in record.turn_rewards),
             kept=None if kept is None else kept.cut(start, end),
-            routes=of_inputs,
+            routes=routes.own,
+            prompt_routes=routes.of_prompt,
             **dict(zip(names, parts, strict=True)),
         )
 

@@ -5,9 +5,11 @@ from configs.schema import Config
 from configs.validate import ConfigError
 from scripts.plan.machine import Machine, format_bytes, list_parts, refusals, this_machine
 from scripts.plan.memory import (
+    kept_at_most,
     kv_tokens,
     rank_memory,
     replica_worker_memory,
+    routes_of_token,
     shared_memory_bytes,
     teacher_worker_memory,
     total,
@@ -15,6 +17,12 @@ from scripts.plan.memory import (
 from scripts.plan.model_shape import ModelShape, model_shape, teacher_shape
 from trainer.learning_rate import num_warmup_steps
 from weight_sync.transports.cleanup import DIRECTORY
+
+TOKEN_BYTES = 9
+"""Bytes of a response's token that always travel: its id, its logprob, and whether it was sampled."""
+KEPT_ID_BYTES = 4
+MOST_IN_A_BYTE = 256
+"""The largest number of experts whose numbers are one byte each."""
 
 
 def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
@@ -40,6 +48,30 @@ def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
     if num_rows is not None:
         parts["epochs"] = f"{prompts / num_rows:.3g} ({prompts:,} prompts of {num_rows:,})"
     return parts
+
+
+def travel_parts(config: Config, shape: ModelShape | None) -> dict[str, str]:
+    """Describe what travels from replicas to the trainer with every token, where sampling is truncated or the model has
+    experts, and how much that is at most."""
+    kept, chosen = kept_at_most(config), 0 if shape is None else routes_of_token(config, shape)
+    if not kept and not chosen:
+        return {}
+    is_wide = shape is not None and shape.mixture is not None and shape.mixture.num_experts > MOST_IN_A_BYTE
+    kept_bytes, route_bytes = KEPT_ID_BYTES * (1 + kept) if kept else 0, chosen * (2 if is_wide else 1)
+    sources = sources_of(config)
+    total = sum(source.weight for source in sources)
+    group = 0.0  # on average over the sources
+    for source in sources:
+        its, share = source.config, source.weight / total
+        responses = its.algorithm.group_size * its.rollout.max_response_tokens
+        group += share * responses * (TOKEN_BYTES + kept_bytes + route_bytes)
+        group += share * its.data.max_prompt_tokens * route_bytes
+    slots = (config.rollout.max_staleness + 1) * config.weight_sync.interval * config.trainer.prompts_per_step
+    parts = [f"{TOKEN_BYTES} bytes of every sampled token"]
+    parts += [f"at most {kept_bytes:,} of what sampling kept"] if kept else []
+    parts += [f"{route_bytes:,} of routes, those of a prompt once for its group"] if chosen else []
+    step, held = (format_bytes(groups * group) for groups in (config.trainer.prompts_per_step, slots))
+    return {"travels": f"{', '.join(parts)}: at most {step} a step, and {held} of host memory on the driver"}
 
 
 def memory_parts(config: Config, shape: ModelShape | None, device: str, machine: Machine) -> dict[str, str]:

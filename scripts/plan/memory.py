@@ -6,17 +6,22 @@ What Python and the libraries take comes on top: about 0.5 GB of host memory and
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.mixture import longest_source
-from configs.model import LoraServing
+from configs.mixture import longest_source, sources_of
+from configs.model import LoraServing, names_experts
+from configs.rollout import MOST_KEPT, TIES, RolloutConfig
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
-from scripts.plan.model_shape import LayerShape, ModelShape
+from scripts.plan.model_shape import LayerShape, Mixture, ModelShape
 
 FLOAT32 = 4
 NUM_BYTES = {DType.float32: 4, DType.bfloat16: 2}
 BYTES_OF_SCORES = {DType.float32: 8, DType.bfloat16: 6}
 """Bytes for each token that a teacher reads at once and each word of its vocabulary: logits, and logprobs in
 float32."""
+KEPT_BYTES = 16
+"""Bytes on the device of a rank for each token that truncated sampling left to draw from: its place and its number."""
+ROUTE_BYTES = 2
+"""Bytes on the device of a rank for each expert that was chosen."""
 COPIES_OF_LOGITS = 3
 """The copies of a chunk's logits that exist at once: the logits, their powers, and the gradient."""
 
@@ -129,27 +134,89 @@ def _policy_parts(config: Config, shape: ModelShape) -> Iterator[Part]:
     yield Part("weights", trained * FLOAT32 / ranks, "trainer.num_ranks")
     if not trainer.optimizer_on_host:
         yield Part("moments", 2 * trained * FLOAT32 / ranks, "trainer.optimizer_on_host")
-    yield _gradients(config, trained)
+    yield _gradients(config, trained, _divided(config, shape) if config.model.lora.rank is None else 0)
 
 
-def _gradients(config: Config, trained: int) -> Part:
-    whole, ranks, most = trained * FLOAT32, config.trainer.num_ranks, config.trainer.unsharded_gradients_mb
+def _divided(config: Config, shape: ModelShape) -> int:
+    """Return the number of parameters that FSDP does not gather, because ranks divide the experts."""
+    return 0 if shape.mixture is None or not config.trainer.expert_parallel else shape.mixture.num_parameters
+
+
+def _gradients(config: Config, trained: int, divided: int) -> Part:
+    """Return the part of gradients. `divided` of the trained parameters are never whole on a rank."""
+    ranks, most = config.trainer.num_ranks, config.trainer.unsharded_gradients_mb
+    whole = (trained - divided) * FLOAT32
     if ranks == 1 or whole > most * 2**20:
-        return Part("gradients", whole / ranks, "trainer.num_ranks")
-    return Part("gradients, whole", whole, "trainer.unsharded_gradients_mb")
+        return Part("gradients", trained * FLOAT32 / ranks, "trainer.num_ranks")
+    return Part("gradients, whole", whole + divided * FLOAT32 / ranks, "trainer.unsharded_gradients_mb")
 
 
 def _pass_parts(config: Config, shape: ModelShape, device: str) -> Iterator[Part]:
     """Yield the parts of forward and backward. FSDP gathers the layer at work, the next one, and what belongs to no
     layer."""
-    width = NUM_BYTES[config.trainer.dtype]
-    yield Part("gathered weights", (shape.rest_parameters + 2 * shape.layer_parameters) * width, "trainer.dtype")
-    if config.trainer.num_ranks > 1 and _gradients(config, _trained(config, shape)).name == "gradients":
-        reduced = shape.rest_parameters + shape.layer_parameters if config.model.lora.rank is None else 0
+    width, ranks, trains_all = NUM_BYTES[config.trainer.dtype], config.trainer.num_ranks, config.model.lora.rank is None
+    experts = shape.mixture.layer_parameters if shape.mixture is not None and _divided(config, shape) else 0
+    layer = shape.layer_parameters - experts
+    yield Part("gathered weights", (shape.rest_parameters + 2 * layer) * width, "trainer.dtype")
+    gradients = _gradients(config, _trained(config, shape), _divided(config, shape) if trains_all else 0)
+    if ranks > 1 and gradients.name == "gradients":
+        reduced = shape.rest_parameters + layer if trains_all else 0
         yield Part("gathered gradients", reduced * (width + FLOAT32), "trainer.dtype")
+    if shape.mixture is not None and not trains_all and names_experts(config.model.lora.targets):
+        yield Part("experts with adapters merged", _merged_experts(config, shape.mixture), "model.lora.targets")
+    if experts:
+        yield Part("own experts at work", _experts_at_work(config, shape, experts), "trainer.num_ranks")
     if (activations := activation_bytes(config, shape)) is not None:
         yield Part("activations", activations, advice_for_activations(config))
     yield Part("logits", COPIES_OF_LOGITS * CHUNK_LOGITS[device] * FLOAT32, "trainer.tokens_per_micro_batch")
+    if most_kept := kept_at_most(config):
+        mask = CHUNK_LOGITS[device] + _micro_batch(config) * most_kept * KEPT_BYTES
+        yield Part("what sampling kept, at most", mask, "rollout.top_k")
+    if chosen := routes_of_token(config, shape):
+        yield Part("routes", _micro_batch(config) * chosen * ROUTE_BYTES, "trainer.tokens_per_micro_batch")
+
+
+def _experts_at_work(config: Config, shape: ModelShape, layer_parameters: int) -> float:
+    """Return what a rank makes of its own experts of a layer: a copy in trainer.dtype, kept of every layer where
+    nothing is recomputed, and gradients of it that are on their way."""
+    width, mixture = NUM_BYTES[config.trainer.dtype], shape.mixture
+    assert mixture is not None
+    is_kept = config.trainer.gradient_checkpointing is GradientCheckpointing.none
+    copied = mixture.num_parameters if is_kept else layer_parameters
+    copies = copied * width if width < FLOAT32 else 0
+    on_their_way = layer_parameters * (width + FLOAT32) if config.model.lora.rank is None else 0
+    return (copies + on_their_way) / config.trainer.num_ranks
+
+
+def _merged_experts(config: Config, mixture: Mixture) -> int:
+    """Return what experts with adapters take to compute: those of a layer twice in float32 on their way, and as they
+    are in trainer.dtype, kept of every layer where nothing is recomputed."""
+    is_kept = config.trainer.gradient_checkpointing is GradientCheckpointing.none
+    kept = mixture.num_parameters if is_kept else mixture.layer_parameters
+    return mixture.layer_parameters * 2 * FLOAT32 + kept * NUM_BYTES[config.trainer.dtype]
+
+
+def kept_at_most(config: Config) -> int:
+    """Return the number of tokens that truncated sampling may leave to draw a token from; 0 where all are left."""
+    return max(_kept_at_most(source.config.rollout) for source in sources_of(config))
+
+
+def _kept_at_most(rollout: RolloutConfig) -> int:
+    if rollout.num_replicas == 0 or (rollout.top_p, rollout.top_k, rollout.min_p) == (1, -1, 0):
+        return 0
+    return (MOST_KEPT if rollout.top_k == -1 else rollout.top_k) + TIES
+
+
+def routes_of_token(config: Config, shape: ModelShape) -> int:
+    """Return the number of experts that are said of a token; 0 where none are."""
+    if shape.mixture is None or config.model.replay_routes is False or config.rollout.num_replicas == 0:
+        return 0
+    return shape.num_layers * shape.mixture.per_token
+
+
+def _micro_batch(config: Config) -> float:
+    """Tokens of a micro-batch on one rank: of trainer.tokens_per_micro_batch, or of the longest row."""
+    return max(config.trainer.tokens_per_micro_batch, _row(config)) / config.trainer.sequence_parallel
 
 
 def advice_for_activations(config: Config) -> str:
@@ -184,7 +251,7 @@ def activation_bytes(config: Config, shape: ModelShape) -> float | None:
             kept = whole + (2 if trainer.activation_offload else shape.num_layers) * input_bytes
     flowing = (2 * layer.feed_forward + 3 * layer.hidden) * width  # the gradients in the layer at work
     last = layer.hidden * (width + 2 * FLOAT32)  # what the final norm keeps, and the gradient of the states
-    return max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel * (kept + flowing + last)
+    return _micro_batch(config) * (kept + flowing + last)
 
 
 def layer_bytes(layer: LayerShape, width: int) -> float:
@@ -211,7 +278,7 @@ def _other_parts(config: Config, shape: ModelShape) -> Iterator[Part]:
         yield Part("reference", size, "algorithm.kl_loss_coef")
     if algorithm.needs_critic:
         size = shape.num_parameters * FLOAT32 / ranks * (1 if config.trainer.optimizer_on_host else 3)
-        gradients = _gradients(config, shape.num_parameters).num_bytes
+        gradients = _gradients(config, shape.num_parameters, _divided(config, shape)).num_bytes
         yield Part("critic", size + gradients, "algorithm.advantage")
     yield from published_parts(config, shape)
 
@@ -230,9 +297,8 @@ def rank_host_parts(config: Config, shape: ModelShape) -> Iterator[Part]:
     if trainer.optimizer_on_host:
         yield Part("moments", 2 * num_trained * FLOAT32 / trainer.num_ranks, "trainer.num_ranks")
     if trainer.activation_offload and shape.layer is not None:
-        tokens = max(trainer.tokens_per_micro_batch, _row(config)) / trainer.sequence_parallel
         inputs = shape.num_layers * shape.layer.hidden * NUM_BYTES[trainer.dtype]
-        yield Part("offloaded activations", tokens * inputs, "trainer.tokens_per_micro_batch")
+        yield Part("offloaded activations", _micro_batch(config) * inputs, "trainer.tokens_per_micro_batch")
     if config.algorithm.needs_old_versions:
         versions = config.rollout.max_staleness + (config.weight_sync.interval > 1)
         size = versions * NUM_BYTES[trainer.dtype] + (FLOAT32 if versions else 0)  # and the weights, while one is lent

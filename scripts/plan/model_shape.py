@@ -14,9 +14,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from configs.model import ALL_LINEAR
+from configs.model import ALL_LINEAR, names_experts
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
+from scripts.launch.model_support import NUM_EXPERTS
 
 TINY_VOCABULARY, TINY_QUERY_HEADS, TINY_KEY_HEADS, TINY_HEAD_SIZE, TINY_EXPERTS_PER_TOKEN = 448, 4, 2, 32, 2
 """The sizes of the models made here (trainer/tiny/model.py): about how many tokens, the heads, and the experts of a
@@ -25,6 +26,10 @@ OTHER_LAYERS = (".mamba.", ".mixer.", ".linear_attn.", ".conv.", ".kv_a_proj")
 """In the names of tensors: recurrent layers, and attention over a latent vector."""
 NO_LINEAR_LAYER = re.compile(r"\.(experts|gate|router)\.")
 """In the names of matrices of a mixture of experts, which are none of `nn.Linear` in transformers."""
+OF_EXPERTS = re.compile(r"\.experts\.")
+"""In the names of what ranks can divide: not of experts that every token passes through."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k")
+"""The names by which configs of mixtures say how many experts compute a token."""
 Tensors = dict[str, tuple[int, ...]]
 """Shapes by name."""
 
@@ -48,6 +53,22 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The experts among which a router chooses."""
+
+    num_experts: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a router chooses for a token."""
+    num_parameters: int
+    """Parameters of the experts of all layers."""
+    layer_parameters: int
+    """Parameters of the experts of one layer, the one with the most."""
+    widths: int
+    """Rows and columns of all matrices of experts: the sizes of adapters of rank 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     num_parameters: int
     num_layers: int
@@ -61,13 +82,18 @@ class ModelShape:
     """(name, inputs + outputs) of every linear layer of the decoder."""
     layer: LayerShape | None
     """None for a layer whose activations are not known."""
+    mixture: Mixture | None = None
+    """None: a dense model, or its config does not say how many experts it has."""
 
     def adapter_parameters(self, rank: int, targets: list[str]) -> int:
-        return rank * sum(
+        """Return the number of parameters of adapters. Those of experts are counted as if all of their matrices had
+        one; in files with gate and up apart, that is a little more than they have stacked."""
+        linear = sum(
             size
             for name, size in self.linear
             if targets == [ALL_LINEAR] or any(name == target or name.endswith(f".{target}") for target in targets)
         )
+        return rank * (linear + (self.mixture.widths if self.mixture is not None and names_experts(targets) else 0))
 
     @property
     def kv_values(self) -> int | None:
@@ -86,7 +112,7 @@ def model_shape(config: Config) -> ModelShape | None:
 def shape_of(tensors: Tensors, model: dict[str, Any]) -> ModelShape:
     """Return the shape of a model with these parameters, and `model` as its config."""
     named = {f":{name}": shape for name, shape in tensors.items()}
-    return _shape(named, _layer_shape(model, named))
+    return _shape(named, _layer_shape(model, named), _experts_of(model))
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
@@ -106,7 +132,7 @@ def _shape_at(key: str, path: str) -> ModelShape | None:
     tensors = dict(_headers(key, folder.glob("model*.safetensors")))  # what transformers loads
     file = folder / "config.json"
     model = json.loads(file.read_bytes()) if file.is_file() else {}
-    return _shape(tensors, _layer_shape(model, tensors)) if tensors else None
+    return _shape(tensors, _layer_shape(model, tensors), _experts_of(model)) if tensors else None
 
 
 def _headers(key: str, files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -120,16 +146,31 @@ def _headers(key: str, files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, 
             raise ConfigError(f"{key}={file.parent}: {file.name} cannot be read: {error}") from error
 
 
-def _shape(tensors: Tensors, layer: LayerShape | None) -> ModelShape:
+def _shape(tensors: Tensors, layer: LayerShape | None, experts: tuple[int, int] | None) -> ModelShape:
+    """Return the shape. `experts` are the numbers of those of a layer and of a token."""
     per_layer: Counter[str] = Counter()
+    experts_per_layer: Counter[str] = Counter()
     linear: list[tuple[str, int]] = []
+    widths = 0
     for name, shape in tensors.items():
         match = re.search(r"\.(\d+)\.", name)
         if match is None:
             continue
         per_layer[match[1]] += prod(shape)
+        if OF_EXPERTS.search(name):
+            experts_per_layer[match[1]] += prod(shape)
+            widths += prod(shape[:-2]) * sum(shape[-2:]) if name.endswith((".weight", "_proj")) else 0
         if len(shape) == 2 and name.endswith(".weight") and not NO_LINEAR_LAYER.search(name):
             linear.append((name.partition(":")[2].removesuffix(".weight"), sum(shape)))
+    mixture = None
+    if experts is not None and any(experts_per_layer.values()):
+        mixture = Mixture(
+            num_experts=experts[0],
+            per_token=experts[1],
+            num_parameters=sum(experts_per_layer.values()),
+            layer_parameters=max(experts_per_layer.values()),
+            widths=widths,
+        )
     total = sum(map(prod, tensors.values()))
     tables = [prod(shape) for name, shape in tensors.items() if len(shape) == 2 and not re.search(r"\.\d+\.", name)]
     return ModelShape(
@@ -140,6 +181,7 @@ def _shape(tensors: Tensors, layer: LayerShape | None) -> ModelShape:
         rest_parameters=total - sum(per_layer.values()),
         linear=tuple(linear),
         layer=layer,
+        mixture=mixture,
     )
 
 
@@ -151,7 +193,7 @@ def _tiny_shape(width: int, num_layers: int, num_experts: int) -> ModelShape:
         sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (4 * width, width))
     else:
         inner = 4 * width // TINY_EXPERTS_PER_TOKEN
-        sizes |= {f"experts.{name}": (num_experts * inner, width) for name in ("gate_proj", "up_proj", "down_proj")}
+        sizes |= {f"experts.{name}": (num_experts, inner, width) for name in ("gate_proj", "up_proj", "down_proj")}
         sizes["gate"] = (num_experts, width)
     tensors: Tensors = {":embed.weight": (TINY_VOCABULARY, width), ":norm": (width,)}
     for index in range(num_layers):
@@ -167,7 +209,14 @@ def _tiny_shape(width: int, num_layers: int, num_experts: int) -> ModelShape:
         is_gated=True,
         experts=TINY_EXPERTS_PER_TOKEN if num_experts else 0,
     )
-    return _shape(tensors, layer)
+    return _shape(tensors, layer, (num_experts, TINY_EXPERTS_PER_TOKEN) if num_experts else None)
+
+
+def _experts_of(model: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the experts of a layer and of a token; None where the config does not say them."""
+    model = model.get("text_config") or model
+    number, per_token = _first(model, *NUM_EXPERTS), _first(model, *EXPERTS_PER_TOKEN)
+    return (number, per_token) if number and per_token else None
 
 
 def _layer_shape(model: dict[str, Any], tensors: Tensors) -> LayerShape | None:

@@ -17,7 +17,7 @@ from scripts.plan.preview import chat_template_of_sessions, check_agent_loop, co
 ROWS = {Layout.tree: "rows of trees", Layout.packed: "packed rows", Layout.rows: "a row per sequence"}
 PARTS = {
     "train": "model prompts sft held_out cluster claims replicas trainer teacher agents sessions advantage "
-    "loss optimizer training step epochs staleness memory per_rank per_worker per_teacher shared run_folder",
+    "loss optimizer training step epochs staleness travels memory per_rank per_worker per_teacher shared run_folder",
     "evaluate": "model held_out samples replicas sessions",
     "serve": "model replicas gateway",
 }
@@ -36,8 +36,9 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
         parts["sessions"] = sessions
     if command == "train":
         budget.refuse_without_memory(config, device)
-        memory = budget.memory_parts(config, model_shape(config), device, this_machine(config))
-        parts |= budget.work_parts(config, num_rows) | memory
+        shape = model_shape(config)
+        memory = budget.memory_parts(config, shape, device, this_machine(config))
+        parts |= budget.work_parts(config, num_rows) | budget.travel_parts(config, shape) | memory
         if config.algorithm.ce_coef and not any(missing_data(config, needed_files)):
             parts["sft"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"

@@ -73,7 +73,7 @@ def _check_agent_loop_of(config: Config, run: Config) -> str | None:
         return None
     key = f"rollout.agent_loop={config.rollout.agent_loop}: "
     try:
-        tokenizer = _tokenizer(run)
+        tokenizer = load_policy_tokenizer(run)
     except (OSError, ValueError) as error:
         return f"{key}not made, for want of the tokenizer: {_line(error)}"
     try:
@@ -131,7 +131,7 @@ def _template_for(config: Config, run: Config) -> str:
     key = "agent" if config.rollout.agent is not None else "agent_command"
     harness = config.rollout.agent or config.rollout.agent_command
     try:
-        tokenizer = _tokenizer(run)
+        tokenizer = load_policy_tokenizer(run)
     except (OSError, ValueError) as error:
         return f"chat template: not looked at, for want of the tokenizer: {_line(error)}"
     try:
@@ -146,7 +146,7 @@ def teacher_tokenizer(config: Config) -> str | None:
     if config.teacher.path is None:
         return None
     try:
-        refuse_another_tokenizer(config, _loaded(config.teacher.path), _tokenizer(config))
+        refuse_another_tokenizer(config, _loaded(config.teacher.path), load_policy_tokenizer(config))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -158,7 +158,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _tokenizer(config: Config) -> Any:
+def load_policy_tokenizer(config: Config) -> Any:
     """Load the tokenizer of the model, without downloading anything. Raises OSError and ValueError."""
     if config.model.kind is not ModelKind.tiny:
         return _loaded(config.model.path or "")

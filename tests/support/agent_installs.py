@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.named_agents import NamedAgent
+
 FOLDER = Path(os.environ.get("SLIPSTREAM_AGENTS") or Path.home() / ".cache/slipstream/agents")
 TIMEOUT_S = 600
 
@@ -81,6 +83,16 @@ INSTALLS: Mapping[str, Install] = {
         python("mini-swe-agent", "mini-swe-agent==2.4.6"),
     )
 }
+
+
+def path_with(agent: NamedAgent, folder: Path) -> str:
+    """Return PATH with the program of an installed agent in a new folder, as its installation has it for a user."""
+    install = INSTALLS[agent.name.replace("_", "-")]
+    folder.mkdir()
+    run = install.path if install.is_node else f"{install.path} -m minisweagent.run.mini"  # the program's own module
+    (folder / agent.program).write_text(f'#!/bin/sh\nexec {run} "$@"\n')
+    (folder / agent.program).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 def pip_install(interpreter: Path) -> list[str]:

@@ -85,7 +85,13 @@ class Recorder:
 
 @asynccontextmanager
 async def recording(
-    policy: Policy, *, refusal: str | None = None, is_configured: bool = False, max_tokens: int = 1000, **sessions: Any
+    policy: Policy,
+    *,
+    refusal: str | None = None,
+    is_configured: bool = False,
+    is_drafted: bool = False,
+    max_tokens: int = 1000,
+    **sessions: Any,
 ) -> AsyncIterator[Recorder]:
     """Serve an archive of sessions. `refusal` says why it opens none. With `is_configured` the server's token is one
     that the user gave, which generation needs too."""
@@ -101,6 +107,7 @@ async def recording(
             route=lambda: policy.generate,
             max_open=config.sessions.max_open,
             write=recorder.write,
+            is_drafted=is_drafted,
         )
         app = SessionGateway(session_app(archive), elsewhere())
         access = SessionGatewayAccess.of(

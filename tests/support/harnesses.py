@@ -13,7 +13,7 @@ from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode, EpisodeTask
 from rollout.sessions.harness import Connection, Harness, HarnessTask
-from rollout.sessions.harness_loop import HarnessLoop, make_host
+from rollout.sessions.harness_loop import HarnessLoop, SessionHost
 from rollout.types import Completion, GenerationRequest, Prompt, VersionSpan
 from tests.support.chat_models import chat_tokenizer
 from tests.support.episodes import make_task
@@ -99,7 +99,7 @@ def episode_task(index: int = 0, max_tokens: int = 1000) -> EpisodeTask:
 @asynccontextmanager
 async def harness_loop(harness: Harness, max_tokens: int = 1000, **sessions: Any) -> AsyncIterator[HarnessLoop]:
     config = Config(rollout=RolloutConfig(max_response_tokens=max_tokens), sessions=SessionsConfig(**sessions))
-    host = make_host(config, chat_tokenizer(FAMILY))
+    host = SessionHost.of(config, chat_tokenizer(FAMILY))
     try:
         yield HarnessLoop(harness, host, config.sessions)
     finally:

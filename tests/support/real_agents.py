@@ -1,142 +1,69 @@
 """Programs of others as harnesses of a session: what they sent, what they were answered, and what is trained of it."""
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.data import DataConfig
+from configs.named_agents import NamedAgent
 from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode
-from rollout.sessions import harness_loop
-from rollout.sessions.harness import Connection, HarnessError, HarnessTask
-from rollout.sessions.harness_loop import HarnessLoop, make_host
+from rollout.sessions.harness import CommandEnd, CommandHarness
+from rollout.sessions.harness_loop import HarnessLoop
+from scripts.plan.agent_report import Exchange
+from scripts.plan.agent_trial import RecordingHost
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import FAMILY, SAY, Policy, episode_task
 
 MAX_TOKENS = 400_000
 """The context: a coding agent's first request has tens of thousands of tokens."""
-TIMEOUT_S = 120
-LAST_LINES = 40
+TIMEOUT_S = 120.0
 SPOKEN = ("content", "text", "output", "instructions", "system", "description", "input")
 """Fields whose texts the policy must read."""
 BILLING = "x-anthropic-billing-header:"
 
 
 @dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
-    status: int
-    body: Any
-
-
-@dataclass
-class Recorder:
-    """Notes the requests to an app, and the status of their answers."""
-
-    app: ASGIApp
-    requests: list[Request] = field(default_factory=list)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts: list[bytes] = []
-        status = [0]
-
-        async def received() -> Message:
-            message = await receive()
-            parts.append(message.get("body", b""))
-            return message
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                status[0] = message["status"]
-            await send(message)
-
-        await self.app(scope, received, sent)
-        body = b"".join(parts)
-        self.requests.append(Request(scope["method"], scope["path"], status[0], json.loads(body) if body else None))
-
-
-class Program:
-    """A harness that is a program, in a folder and a home of its own."""
-
-    def __init__(self, command: Callable[[Path, Connection], Sequence[str]], **environment: str):
-        """`command` gets the folder, where it may leave files for the program, and the session."""
-        self._command, self._environment = command, environment
-
-    async def run(self, task: HarnessTask, connection: Connection) -> float:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            command = self._command(folder, connection)
-            kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=folder,
-                env={**kept, "HOME": str(folder), **connection.environment, **self._environment},
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=STDOUT,
-                start_new_session=True,
-            )
-            try:
-                output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        self.output = output.decode(errors="replace")
-        if process.returncode:
-            last = "\n".join(self.output.splitlines()[-LAST_LINES:])
-            raise HarnessError(f"{command[0]} ended with exit code {process.returncode}:\n{last}")
-        return 1.0
-
-
-@dataclass(frozen=True)
 class Outcome:
     policy: Policy
     episode: Episode
-    requests: list[Request]
+    exchanges: list[Exchange]
     output: str
 
+    @property
+    def refused(self) -> list[Exchange]:
+        return [exchange for exchange in self.exchanges if exchange.is_refused]
 
-def run_program(program: Program, say: SAY, monkeypatch: pytest.MonkeyPatch) -> Outcome:
-    """Run one episode of a program on a session host, whose policy says its lines."""
-    recorders: list[Recorder] = []
-    make_app = harness_loop.session_app
 
-    def recorded(*arguments: Any) -> Any:
-        recorders.append(Recorder(make_app(*arguments)))
-        return recorders[-1]
-
-    monkeypatch.setattr(harness_loop, "session_app", recorded)
+def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None) -> Outcome:
+    """Run one episode of an agent on a session host, whose policy says its lines. Its folder begins as a copy of
+    `folder`."""
     config = Config(
         data=DataConfig(max_prompt_tokens=MAX_TOKENS),
         rollout=RolloutConfig(max_response_tokens=MAX_TOKENS),
-        sessions=SessionsConfig(),
+        sessions=SessionsConfig(
+            timeout_s=TIMEOUT_S, kept_folders=0, folder_template=None if folder is None else str(folder)
+        ),
     )
-    policy = Policy(say)
+    policy, ends = Policy(say), list[CommandEnd]()
+    host = RecordingHost.of(config, chat_tokenizer(FAMILY))
 
     async def main() -> Episode:
-        host = make_host(config, chat_tokenizer(FAMILY))
+        loop = HarnessLoop(CommandHarness(agent, config.sessions, ends.append), host, config.sessions)
         try:
-            loop = HarnessLoop(program, host, config.sessions)
             return await loop.run_episode(episode_task(max_tokens=MAX_TOKENS), policy.generate)
         finally:
-            await host.close()
+            await loop.close()
 
     episode = asyncio.run(main())
-    return Outcome(policy, episode, recorders[0].requests, getattr(program, "output", ""))
+    output = b"".join(end.stdout + end.stderr for end in ends).decode(errors="replace")
+    return Outcome(policy, episode, host.recorder.exchanges, output)
 
 
 # -- bars --------------------------------------------------------------------------------------------------------------
@@ -161,7 +88,7 @@ def check_tokens(outcome: Outcome) -> None:
 def check_reading(outcome: Outcome) -> None:
     """Every text that the program sent to be answered is in a prompt that the policy read."""
     prompts = [outcome.policy.tokenizer.decode(list(ids)) for ids in outcome.policy.prompts.values()]
-    for request in outcome.requests:
+    for request in outcome.exchanges:
         if request.status != 200 or not request.path.endswith(("/completions", "/messages", "/responses")):
             continue
         texts = set(_texts(request.body))
@@ -186,7 +113,3 @@ def _texts(value: Any, is_spoken: bool = False, is_schema: bool = False) -> Iter
             return
         for name, item in value.items():
             yield from _texts(item, name in SPOKEN)
-
-
-def refused(outcome: Outcome) -> list[Request]:
-    return [request for request in outcome.requests if request.status >= 400]

@@ -1,7 +1,7 @@
 """One group on simulated engines, wired as in a run: rollouter, fleet, agent worker and replicas are the real ones."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from configs.rollout import SessionsConfig
@@ -24,7 +24,13 @@ GROUP_SIZE = 4
 class Scene:
     """One group of four responses of ten tokens, a token per second, on engines with two seats each."""
 
-    def __init__(self, num_replicas: int, loop: AgentLoop | None = None, replayable: bool = True):
+    def __init__(
+        self,
+        num_replicas: int,
+        loop: AgentLoop | None = None,
+        replayable: bool = True,
+        make_engine: Callable[[int], ClockedEngine] = lambda index: ClockedEngine(max_num_seqs=2),
+    ):
         config = Config(
             algorithm=AlgorithmConfig(group_size=GROUP_SIZE),
             rollout=RolloutConfig(
@@ -37,7 +43,7 @@ class Scene:
             trainer=TrainerConfig(total_steps=1, prompts_per_step=1),
             weight_sync=WeightSyncConfig(stage_timeout_s=100.0),
         )
-        self.engines = [ClockedEngine(max_num_seqs=2) for _ in range(num_replicas)]
+        self.engines = [make_engine(index) for index in range(num_replicas)]
         self.replicas = [make_replica(f"replica-{index}", engine) for index, engine in enumerate(self.engines)]
         self.fleet, _ = make_fleet(config, self.replicas, [].append)
         self.workers = FixedTimeTrainer(1.0)

@@ -31,6 +31,7 @@ from rollout.request_ids import RequestId
 from rollout.rewards.scoring import load_scorer
 from rollout.sessions.harness import FunctionHarness
 from rollout.types import SamplingParams
+from scripts.agent_check import split as agent_words
 from scripts.docs import GRAFANA_FILE, TABLES, fresh, grafana_json
 from scripts.plan import preview
 from scripts.predict.command import parse as predict_arguments
@@ -177,6 +178,8 @@ def overrides(words: list[str]) -> list[str]:
         return []
     if is_slipstream(words) and words[1] == "rehearse":
         return rehearsal_words(words[2:])[1]
+    if is_slipstream(words) and words[1] == "agent-check":
+        return agent_words(words[2:])[1]
     if words[0] != "make":
         return [word for word in words if re.match(r"[a-z].*=", word)]
     assigned = dict(word.split("=", 1) for word in words if re.match(r"\w+=", word))
@@ -272,8 +275,8 @@ def test_every_snippet_has_a_form_that_runs_on_a_laptop(
             tokenizers[key] = load(config)
         return tokenizers[key]
 
-    load = preview._tokenizer  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(preview, "_tokenizer", tokenizer)
+    load = preview.load_policy_tokenizer
+    monkeypatch.setattr(preview, "load_policy_tokenizer", tokenizer)
     given = training(shlex.split(heads[-1].partition(": ")[2]))
     assert given is not None and "..." not in str(given)
     ((config, *_),) = [(resolve(*job),) for job in parse([SWEEP_MODE, *given, "dry_run=true"]).jobs()]

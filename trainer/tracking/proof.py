@@ -241,7 +241,7 @@ def _sampling(trajectory: Trajectory) -> dict[str, str]:
     kept = KeptTokens.concatenate([(sequence.kept, len(sequence.response_ids)) for sequence in trajectory.sequences])
     if kept is not None and kept.counts.any():
         logprobs += [np.asarray(numbers, "<i4").tobytes() for numbers in (kept.counts, kept.token_ids)]
-    logprobs += [sequence.routes.experts.tobytes() for sequence in trajectory.sequences if sequence.routes is not None]
+    logprobs += [part.experts.tobytes() for sequence in trajectory.sequences for part in sequence.routes_in_parts]
     return {"tokens": _digest(*tokens), "logprobs": _digest(*logprobs), "versions": _digest(*versions)}
 
 

@@ -1,8 +1,9 @@
 """Compute the metrics of the trajectory groups of one step: rewards, lengths, staleness."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.types import UNKNOWN, FloatArray, TokenSequence, Trajectory, TrajectoryGroup, staleness
 from trainer.tokens import join
@@ -41,6 +42,7 @@ def group_metrics(
         **_teacher_metrics(groups),
         **_kept_metrics(trajectories),
         **_route_metrics(sequences),
+        **_traffic_metrics(sequences),
         **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
         **{f"agent/{name}": mean for name, mean in _means([t.agent_metrics for t in trajectories])},
         **_staleness_metrics(trajectories, global_steps, interval),
@@ -94,14 +96,52 @@ def _kept_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _route_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
     """Return how many inputs go to the experts that the sampler chose, and the size of what says so; nothing where no
     engine says."""
-    routed = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    routed = [part for sequence in sequences for part in sequence.routes_in_parts]
     if not routed:
         return {}
-    num_inputs = sum(len(sequence.token_ids) - 1 for sequence in sequences)
+    num_inputs = sum(sequence.num_inputs for sequence in sequences)
     return {
         "rollout/routed_fraction": sum(int(routes.is_known.sum()) for routes in routed) / num_inputs,
-        "rollout/route_megabytes": sum(routes.experts.nbytes for routes in routed) / 1e6,
+        "rollout/route_megabytes": _num_bytes(map(_routes, sequences)) / 1e6,
     }
+
+
+def _traffic_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
+    """Return the bytes that agent workers send of each response token, and what of them are the tokens that sampling
+    kept, and routes; nothing where there are neither."""
+    kept, routes = _num_bytes(map(_kept, sequences)), _num_bytes(map(_routes, sequences))
+    num_tokens = sum(len(sequence.response_ids) for sequence in sequences)
+    if not kept + routes or not num_tokens:
+        return {}
+    total = _num_bytes(map(_plain, sequences)) + kept + routes
+    metrics = {"traffic/bytes_per_token": total / num_tokens}
+    if kept:
+        metrics |= {"traffic/kept_bytes_per_token": kept / num_tokens, "traffic/kept_share": kept / total}
+    if routes:
+        metrics |= {"traffic/route_bytes_per_token": routes / num_tokens, "traffic/route_share": routes / total}
+    return metrics
+
+
+def _plain(sequence: TokenSequence) -> list[NDArray | None]:
+    return [
+        *(sequence.prompt_ids, sequence.response_ids, sequence.loss_mask),
+        *(sequence.rollout_logprobs, sequence.teacher_logprobs),
+    ]
+
+
+def _kept(sequence: TokenSequence) -> list[NDArray | None]:
+    return [] if sequence.kept is None else [sequence.kept.counts, sequence.kept.token_ids]
+
+
+def _routes(sequence: TokenSequence) -> list[NDArray | None]:
+    parts = (sequence.routes, sequence.prompt_routes)
+    return [None if routes is None else routes.experts for routes in parts]
+
+
+def _num_bytes(arrays: Iterable[Iterable[NDArray | None]]) -> int:
+    """Return the size of arrays, each once: what several sequences share is one object, and travels as one."""
+    distinct = {id(array): array.nbytes for some in arrays for array in some if array is not None}
+    return sum(distinct.values())
 
 
 def _means(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:

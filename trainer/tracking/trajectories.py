@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.types import (
     DiscardedGroup,
@@ -44,10 +45,10 @@ TRAINED = {
     "old_logprobs": "old_logprobs",
 }
 """The fields of `TrainedTokens`, with the names of their arrays in the file."""
-TOKEN_FORMAT, KEPT_FORMAT, ROUTED_FORMAT = 2, 3, 4
-"""The versions of the files of `token_arrays`: plain, with the tokens that sampling kept, and with the experts of the
-inputs. Without either, what was trained cannot be trained again. 1 had no `format` and no `baselines`, which remax
-needs."""
+TOKEN_FORMAT, KEPT_FORMAT, ROUTED_FORMAT, SHARED_ROUTES_FORMAT = FORMATS = (2, 3, 4, 5)
+"""The versions of the files of `token_arrays`: plain, with the tokens that sampling kept, with the experts of the
+inputs, and with those of prompts apart from them. Without either, what was trained cannot be trained again. 1 had no
+`format` and no `baselines`, which remax needs."""
 _STEP_FILE = re.compile(r"step_(\d{6,})\.(jsonl|npz)(\.partial)?")
 
 
@@ -263,14 +264,16 @@ def token_arrays(
 ) -> bytes:
     """Return the groups' tokens as a file for `numpy.load`.
 
-    `format` is TOKEN_FORMAT, with kept tokens KEPT_FORMAT, and with routes ROUTED_FORMAT. Of each trajectory, [B]:
+    `format` is TOKEN_FORMAT, with kept tokens KEPT_FORMAT, and with routes ROUTED_FORMAT, or SHARED_ROUTES_FORMAT where
+    sequences share those of their prompt. Of each trajectory, [B]:
     `ordinals`, `replicas`, `rewards`, `baselines` (the shaped reward of remax's greedy response, NaN where there is
     none), `advantages` and `num_sequences`. Of each of their sequences, [S]: `prompt_lengths` and `response_lengths`.
     The sequences' tokens are concatenated: `prompt_ids` [sum of prompt lengths]; `response_ids`, `loss_mask`,
     `rollout_logprobs`, `versions` and, with a teacher, `teacher_logprobs` [sum of response lengths]. Where sampling
     left tokens out, `kept_counts` [sum of response lengths] and `kept_ids`, the arrays of `KeptTokens`. Where the
     sampler said which experts it chose, `routes` [rows, layers, top_k], the rows of `Routes` of one sequence after the
-    other, and `routed_lengths` [S].
+    other, and `routed_lengths` [S]. Where groups have those of prompts once, the rows of a sequence begin with the
+    `prompt_route_lengths` [S] rows of `prompt_routes` [rows, layers, top_k] from `prompt_route_starts` [S] on.
     Of `tokens`, if they are given, those that the loss mask selects, [T]: `trainer_logprobs` (NaN where the trainer
     computed none), `token_advantages`, `is_clipped`, `is_rejected` and, with algorithm.proximal=exact, `old_logprobs`.
     """
@@ -285,15 +288,11 @@ def token_arrays(
     kept = KeptTokens.concatenate([(sequence.kept, len(sequence.response_ids)) for sequence in sequences])
     if kept is not None:
         trained |= {"kept_counts": kept.counts, "kept_ids": kept.token_ids}
-    routed = [sequence.routes for sequence in sequences if sequence.routes is not None]
-    if routed:
-        lengths = [0 if sequence.routes is None else len(sequence.routes) for sequence in sequences]
-        routes = np.concatenate([routes.experts for routes in routed])
-        trained |= {"routes": routes, "routed_lengths": np.array(lengths, np.int64)}
+    trained |= _routes_to_record(sequences)
     file = BytesIO()
     np.savez(
         file,
-        format=np.array(ROUTED_FORMAT if routed else TOKEN_FORMAT if kept is None else KEPT_FORMAT),
+        format=np.array(_format(trained)),
         ordinals=np.array([group.prompt.ordinal for group in groups for _ in group.trajectories]),
         replicas=np.array([trajectory.replica for trajectory in trajectories]),
         rewards=np.array([trajectory.reward for trajectory in trajectories]),
@@ -312,6 +311,35 @@ def token_arrays(
     return file.getvalue()
 
 
+def _format(arrays: Mapping[str, Any]) -> int:
+    if "prompt_routes" in arrays:
+        return SHARED_ROUTES_FORMAT
+    return ROUTED_FORMAT if "routes" in arrays else KEPT_FORMAT if "kept_counts" in arrays else TOKEN_FORMAT
+
+
+def _routes_to_record(sequences: Sequence[TokenSequence]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of routes of `token_arrays`: those that several sequences share once."""
+    routed = [sequence.routes.experts for sequence in sequences if sequence.routes is not None]
+    if not routed:
+        return {}
+    lengths = [0 if sequence.routes is None else len(sequence.routes) for sequence in sequences]
+    arrays = {"routes": np.concatenate(routed), "routed_lengths": np.array(lengths, np.int64)}
+    starts: dict[int, int] = {}  # by the identity of what is shared
+    shared: list[NDArray[np.unsignedinteger]] = []
+    of_prompts = [None if sequence.prompt_routes is None else sequence.prompt_routes.experts for sequence in sequences]
+    for experts in of_prompts:
+        if experts is not None and id(experts) not in starts:
+            starts[id(experts)] = sum(map(len, shared))
+            shared.append(experts)
+    if not shared:
+        return arrays
+    return arrays | {
+        "prompt_routes": np.concatenate(shared),
+        "prompt_route_starts": np.array([starts.get(id(experts), 0) for experts in of_prompts], np.int64),
+        "prompt_route_lengths": np.array([each.num_prompt_routes for each in sequences], np.int64),
+    }
+
+
 def recorded_kept(arrays: Mapping[str, Any]) -> KeptTokens | None:
     """Return the kept tokens of all response tokens of a file of `token_arrays`. None: nothing was left out."""
     if "kept_counts" not in arrays:
@@ -319,14 +347,39 @@ def recorded_kept(arrays: Mapping[str, Any]) -> KeptTokens | None:
     return KeptTokens(counts=arrays["kept_counts"], token_ids=arrays["kept_ids"])
 
 
-def recorded_routes(arrays: Mapping[str, Any]) -> list[Routes | None]:
-    """Return the experts of the inputs of each sequence of a file of `token_arrays`. None: nobody said them."""
-    lengths = arrays.get("routed_lengths", np.zeros(len(arrays["prompt_lengths"]), np.int64))
-    ends = np.cumsum(lengths).tolist()
-    experts = arrays.get("routes")
+class RecordedRoutes(NamedTuple):
+    """The experts of the inputs of a sequence: `num_of_prompt` rows of its prompt's, and its own after them."""
+
+    own: Routes | None
+    of_prompt: Routes | None = None
+    """One object for all sequences that share it."""
+    num_of_prompt: int = 0
+
+    def parts(self) -> list[NDArray[np.unsignedinteger]]:
+        """Return the rows of all inputs, in their order."""
+        first = [] if self.of_prompt is None else [self.of_prompt.experts[: self.num_of_prompt]]
+        return [*first, *([] if self.own is None else [self.own.experts])]
+
+
+def recorded_routes(arrays: Mapping[str, Any]) -> list[RecordedRoutes]:
+    """Return the experts of the inputs of each sequence of a file of `token_arrays`, in any format."""
+    none = np.zeros(len(arrays["prompt_lengths"]), np.int64)
+    lengths = arrays.get("routed_lengths", none)
+    starts, shared_lengths = arrays.get("prompt_route_starts", none), arrays.get("prompt_route_lengths", none)
+    ends, experts, prompts = np.cumsum(lengths).tolist(), arrays.get("routes"), arrays.get("prompt_routes")
+    most: dict[int, int] = {}  # the longest use of each part that is shared
+    for start, count in zip(starts.tolist(), shared_lengths.tolist(), strict=True):
+        most[start] = max(most.get(start, 0), count)
+    shared = {
+        start: Routes(experts=prompts[start : start + count]) for start, count in most.items() if prompts is not None
+    }
     return [
-        None if experts is None or not length else Routes(experts=experts[end - length : end])
-        for length, end in zip(lengths.tolist(), ends, strict=True)
+        RecordedRoutes(None)
+        if experts is None or not length + count
+        else RecordedRoutes(Routes(experts=experts[end - length : end]), shared[start] if count else None, count)
+        for length, end, start, count in zip(
+            lengths.tolist(), ends, starts.tolist(), shared_lengths.tolist(), strict=True
+        )
     ]
 
 

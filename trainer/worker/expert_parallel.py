@@ -28,7 +28,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dty
     Raises:
         ConfigError: the module has no experts that can be divided, or not a multiple of the number of ranks.
     """
-    for experts in _stacked_experts(module):
+    for _, experts in stacked_experts(module):
         if experts.num_experts % mesh.size():
             raise ConfigError(
                 f"trainer.expert_parallel=true: trainer.num_ranks={mesh.size()} must divide the"
@@ -49,11 +49,11 @@ def divided_parameters(module: nn.Module) -> set[nn.Parameter]:
     }
 
 
-def _stacked_experts(module: nn.Module) -> Iterator[Any]:
-    """Yield the modules whose parameters are those of all experts of a layer, stacked."""
-    for child in module.modules():
+def stacked_experts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the modules whose parameters are those of all experts of a layer, stacked."""
+    for name, child in module.named_modules():
         if "_is_expert_parallel" in vars(child):  # made by transformers' use_experts_implementation
-            yield child
+            yield name, child
 
 
 class DividedExperts:

@@ -55,11 +55,14 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> 
 
     Raises:
         FileExistsError: `folder` exists.
-        CheckpointError: the checkpoint holds all weights, and no adapter.
+        CheckpointError: the checkpoint holds all weights, and no adapter, or one of experts, for which PEFT's layout
+            has no names.
     """
     if saved_adapter(checkpoint) is None:
         raise CheckpointError(f"{checkpoint.path} has no adapter: the run trained all weights")
     factors = policy_weights(checkpoint.train_folder)
+    if stacked := next((name for name, factor in factors.items() if factor.dim() == 3), None):
+        raise CheckpointError(f"{checkpoint.path} has adapters of experts ({stacked}): export it without --adapter")
     config = json.loads((checkpoint.model_folder / ADAPTER_FILE).read_bytes())
     modules = {name.rpartition(".lora_")[0] for name in factors}
     if isinstance(config["target_modules"], str):  # not every reader knows PEFT's word for all layers

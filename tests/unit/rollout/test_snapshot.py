@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from rollout.curriculum.order import OtherPromptsError
 from rollout.progress import PartialCompletion
 from rollout.prompts import PromptStream
-from rollout.snapshot import UnderWay, capture, decode, encode, restore
-from rollout.types import DiscardReason
+from rollout.snapshot import Ready, UnderWay, capture, decode, encode, restore
+from rollout.types import DiscardReason, TrajectoryGroup
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
-from tests.support.routes import rows_of, some_routes
+from tests.support.routes import input_rows, routed_group, rows_of, some_routes
 from tests.support.sequences import only
 
 
@@ -175,6 +175,23 @@ def test_what_environments_said_is_in_a_checkpoint_and_one_without_it_is_read() 
     old = decode(msgspec.msgpack.encode(raw)).under_way[0].partials
     assert [partial.observed for partial in old.values()] == [None, None]
     assert old[0, 1].completion.token_ids.tolist() == [7]
+
+
+def test_the_routes_of_a_prompt_are_once_in_a_checkpoint_and_stay_one_object() -> None:
+    group = routed_group(400, [[*([9] * 400), row] for row in range(4)])
+    state = capture(CheckpointedRun([1.0]).rollouter)
+
+    def encoded(some: TrajectoryGroup) -> bytes:
+        return encode(replace(state, ready=(Ready(ordinal=0, trajectories=some.trajectories, greedy=None),)))
+
+    (ready,) = decode(encoded(group.with_shared_routes())).ready
+    read = replace(group, trajectories=ready.trajectories)
+    assert input_rows(read) == input_rows(group)
+    rows = [only(trajectory).prompt_routes for trajectory in read.trajectories]
+    assert len({id(routes.experts) for routes in rows if routes is not None}) == 1 and None not in rows
+    prompt_bytes = 400 * 2 * 3
+    assert len(encoded(group)) - len(encoded(group.with_shared_routes())) > 2.9 * prompt_bytes
+    assert input_rows(replace(group, trajectories=decode(encoded(group)).ready[0].trajectories)) == input_rows(group)
 
 
 async def test_a_resumed_run_with_a_teacher_takes_only_groups_that_one_has_scored() -> None:

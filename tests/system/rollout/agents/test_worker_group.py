@@ -20,9 +20,10 @@ from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.errors import AgentWorkerLostError
 from rollout.progress import Attempt, EpisodesOpen
+from rollout.replica.answers import Answers
 from rollout.replica.client import ReplicaClient
 from rollout.rewards.base import RewardResult
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
 from scripts.launch.cluster import set_up_in
 from tests.support.fakes import make_completion, make_prompt
 from tests.support.rollouts import group_of
@@ -37,9 +38,9 @@ class Replica:
     def __init__(self) -> None:
         self.ids: list[str] = []
 
-    async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
+    async def generate_group(self, requests: list[GenerationRequest]) -> Answers:
         self.ids += [str(request.request_id) for request in requests]
-        return [make_completion([0], [0], "stop")] * len(requests)
+        return Answers.of([make_completion([0], [0], "stop")] * len(requests))
 
     async def asked(self) -> list[str]:
         return self.ids

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.support import batches, worker_runs
 from tests.support.batches import ALGORITHMS
 from tests.support.families import loaded, random_model
 from tests.support.reference import VOCAB_SIZE, branched_groups, double, random_groups
+from tests.support.routes import with_random_routes
 from tests.support.worker_runs import Job, Outcome, one_rank
 from trainer.batch import StepBatch
 
@@ -28,7 +30,8 @@ FULL = GradientCheckpointing.full
 
 
 def divided(num_ranks: int, **changes: object) -> Config:
-    trainer = replace(CONFIG.trainer, num_ranks=num_ranks, expert_parallel=True, **changes)  # pyright: ignore
+    changes = {"expert_parallel": True} | changes
+    trainer = replace(CONFIG.trainer, num_ranks=num_ranks, **changes)  # pyright: ignore
     return replace(CONFIG, trainer=trainer)
 
 
@@ -42,15 +45,21 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def steps(paths: dict[str, str]) -> list[list[TrajectoryGroup]]:
-    """In the last, one group learns: other ranks have no token of their own, and compute those of the first."""
-    model = double(loaded(Path(paths["qwen3_moe"])))
+    """Some inputs go where the sampler sent them. In the last step, one group learns: other ranks have no token of
+    their own, and compute those of the first."""
+    model: Any = double(loaded(Path(paths["qwen3_moe"])))
     model.config._experts_implementation = "eager"  # the other one has no float64
     some = [groups(model, seed=seed, temperature=0.8) for seed, groups in enumerate((random_groups, branched_groups))]
-    return [*some, some[0][:1]]
+    return [with_random_routes(groups, layers=4, num_experts=4, top_k=2) for groups in (*some, some[0][:1])]
 
 
 def packed(steps: list[list[TrajectoryGroup]], num_ranks: int) -> list[StepBatch]:
     return [batches.split(groups, CONFIG.algorithm, Layout.packed, num_ranks, 48) for groups in steps]
+
+
+def without_routes(batch: StepBatch) -> StepBatch:
+    ranks = (tuple(replace(each, routes=None) for each in rank) for rank in batch.micro_batches)
+    return replace(batch, micro_batches=tuple(ranks))
 
 
 def assert_same(found: Outcome, expected: Outcome, path: str) -> None:
@@ -81,11 +90,17 @@ def test_four_ranks_one_expert_each_recomputed_and_in_another_layout(
     jobs = {
         "recomputed": Job(divided(4, gradient_checkpointing=FULL), path, packed(steps, 4)),
         "rows shared": Job(divided(4, sequence_parallel=2), path, packed(steps, 2)),
+        "rows shared and nothing divided": Job(
+            divided(4, sequence_parallel=2, expert_parallel=False), path, packed(steps, 2)
+        ),
         "reduced after every micro-batch": Job(divided(4, unsharded_gradients_mb=0), path, packed(steps, 4)),
     }
     expected = one_rank(Job(CONFIG, path, packed(steps, 1)))
     for found in worker_runs.several_ranks(jobs, 4, tmp_path / "answer", TIMEOUT_S).values():
         assert_same(found, expected, path)
+    unrouted = one_rank(Job(CONFIG, path, [without_routes(batch) for batch in packed(steps, 1)]))
+    norms = [[metrics["actor/grad_norm"] for metrics in each.metrics] for each in (expected, unrouted)]
+    assert all(abs(ours / theirs - 1) > 1e-2 for ours, theirs in zip(*norms, strict=True)), "the routes are followed"
 
 
 @pytest.mark.slow

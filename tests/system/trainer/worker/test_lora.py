@@ -20,12 +20,14 @@ from configs.trainer import GradientCheckpointing
 from rollout.types import TrajectoryGroup
 from tests.support import batches, worker_runs
 from tests.support.fakes import make_order
+from tests.support.families import loaded, random_model
 from tests.support.reference import VOCAB_SIZE, double, grpo_loss, random_groups, sampled_logprobs
 from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, pack, run_worker
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from trainer.learning_rate import num_warmup_steps
 from trainer.tiny.model import build_model, build_tokenizer
 from trainer.worker.export import export_adapter, export_hf
+from trainer.worker.loading import local
 from trainer.worker.lora import add_adapters, draw_factors
 from trainer.worker.state import policy_weights
 from trainer.worker.worker import TrainWorker
@@ -40,6 +42,13 @@ CONFIG = Config(
     algorithm=AlgorithmConfig(group_size=4, kl_loss_coef=0.1),
     rollout=RolloutConfig(temperature=0.8),
     trainer=TrainerConfig(lr=1e-2, lr_warmup_steps=2, weight_decay=0.1, max_grad_norm=0.05, step_timeout_s=TIMEOUT_S),
+)
+FULL = GradientCheckpointing.full
+EXPERTS = replace(
+    CONFIG,
+    model=ModelConfig(lora=replace(LORA, targets=["q_proj", "experts"])),
+    algorithm=AlgorithmConfig(group_size=4),
+    trainer=replace(CONFIG.trainer, gradient_checkpointing=FULL),
 )
 DROPPING = replace(CONFIG, model=ModelConfig(lora=replace(LORA, dropout=0.2)))
 
@@ -177,9 +186,7 @@ def test_another_base_is_refused(folder: Path, runs: dict[str, Outcome]) -> None
 def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
     layout: Layout, folder: Path, steps: list[list[TrajectoryGroup]], runs: dict[str, Outcome]
 ) -> None:
-    config = replace(
-        CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=GradientCheckpointing.full)
-    )
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=FULL))
     config = replace(config, algorithm=AlgorithmConfig(group_size=4))
 
     def use(worker: TrainWorker, inbox: Inbox) -> None:
@@ -217,6 +224,10 @@ def test_the_base_travels_to_nobody_who_has_weights_of_its_own(folder: Path, run
 @pytest.fixture(scope="module")
 def checkpoint(runs: dict[str, Outcome], folder: Path) -> Checkpoint:
     """Return the checkpoint of the run on two ranks, as it lies on disk."""
+    return sealed(CONFIG, folder)
+
+
+def sealed(config: Config, folder: Path) -> Checkpoint:
     store = CheckpointStore(folder / "checkpoints")
     aside = store.begin(SAVED_AT)
     shutil.copytree(folder / "by_two", aside / "train")
@@ -226,7 +237,7 @@ def checkpoint(runs: dict[str, Outcome], folder: Path) -> Checkpoint:
         files.update(worker.model_files())
 
     build_tokenizer(["0123456789"]).save_pretrained(folder / "model")
-    run_worker(CONFIG, str(folder / "model"), use)
+    run_worker(config, str(folder / "model"), use)
     marker = store.seal(aside, SAVED_AT, {f"model/{name}": data for name, data in files.items()})
     return store.publish(aside, SAVED_AT, marker)
 
@@ -255,3 +266,43 @@ def test_a_base_that_is_gone_or_another_one_is_not_merged_into(checkpoint: Check
     with pytest.raises(CheckpointError, match=r"holds an adapter that is not for .*/other: its weights have"):
         export_hf(checkpoint, folder / "never", torch.float32, base=str(folder / "other"))
     assert not (folder / "never").exists()
+
+
+def test_adapters_of_experts_are_the_same_on_two_ranks_and_their_export_is_merged(tmp_path: Path) -> None:
+    """FSDP2 shards them by experts; a checkpoint of two ranks goes on in one."""
+    random_model("qwen3_moe", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "model")
+    sampler: Any = double(loaded(tmp_path / "model"))
+    sampler.config._experts_implementation = "eager"  # the other one has no float64
+    steps = [random_groups(sampler, seed=seed, temperature=0.8) for seed in range(SAVED_AT + 1)]
+    alone, both = (Job(EXPERTS, str(tmp_path / "model"), pack(steps, Layout.packed, ranks)) for ranks in (1, 2))
+    jobs = {"two": replace(both, save=str(tmp_path / "by_two"))}
+    two = worker_runs.two_ranks(jobs, tmp_path / "answer.pickle", TIMEOUT_S)["two"]
+    resumed = one_rank(replace(alone, load=str(tmp_path / "by_two")))
+    expected = one_rank(alone)
+    untrained: dict[str, Tensor] = {}
+    run_worker(EXPERTS, str(tmp_path / "model"), lambda worker, _: untrained.update(copied(worker._policy.causal_lm)))
+    assert len([name for name in untrained if ".adapters." in name]) == 2 * 2 * 4, "of four layers"
+    for found, norms in ((two, expected.metrics), (resumed, expected.metrics[SAVED_AT:])):
+        ours, theirs = ([metrics["actor/grad_norm"] for metrics in each] for each in (found.metrics, norms))
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        for name, first in untrained.items():
+            moved, error = expected.weights[name] - first, found.weights[name] - expected.weights[name]
+            assert moved.norm() > 0 and error.norm() < 1e-3 * moved.norm(), name
+
+    checkpoint = sealed(EXPERTS, tmp_path)
+    factors = {published_name(name): factor for name, factor in policy_weights(checkpoint.train_folder).items()}
+    export_hf(checkpoint, tmp_path / "merged", torch.float32)
+    merged_model = dict(loaded(tmp_path / "merged").named_parameters())
+    for name, weight in loaded(tmp_path / "model").named_parameters():
+        a, b = factor_names(name)
+        assert (a in factors) == (".experts." in name or "q_proj" in name), name
+        of_replicas = merged(weight.detach(), factors[a], factors[b], 2.0) if a in factors else weight
+        assert torch.equal(merged_model[name], of_replicas), name
+    with pytest.raises(CheckpointError, match=r"has adapters of experts \(.*experts.*\): export it without --adapter"):
+        export_adapter(checkpoint, tmp_path / "adapter", torch.float32)
+
+
+def copied(model: Any) -> dict[str, Tensor]:
+    """Return copies of the factors by their published names."""
+    named = ((published_name(name), factor) for name, factor in model.named_parameters() if factor.requires_grad)
+    return {name: local(factor).clone() for name, factor in named}

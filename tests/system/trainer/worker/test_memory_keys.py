@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -14,7 +15,7 @@ from tests.support.families import random_model
 from tests.support.reference import VOCAB_SIZE, branched_groups, double
 from tests.support.worker_runs import SAVED_AT, Job, Outcome, one_rank, pack, two_ranks
 from trainer.tiny.model import build_model
-from trainer.worker.model import prepared
+from trainer.worker.model import Policy, find_decoder, prepared
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
 TIMEOUT_S = 120.0
@@ -135,6 +136,36 @@ def test_a_layer_keeps_its_input_on_the_host_only() -> None:
         model(input_ids=torch.arange(48).view(2, 24), use_cache=False)
     assert len(kept) == len(layers)
     assert not {tensor.data_ptr() for tensor in kept[1:]} & set(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", GradientCheckpointing)
+def test_compiled_layers_of_a_mixture_follow_the_routes_of_each_batch(how: GradientCheckpointing) -> None:
+    """What was compiled for the first batch must not keep its experts."""
+    torch._dynamo.reset()
+    random = np.random.default_rng(0)
+    routes = [random.random((2, length, 4, 4)).argsort(-1)[..., :2].astype(np.uint8) for length in (12, 12, 9)]
+    states: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    gradients: dict[bool, dict[str, torch.Tensor | None]] = {}
+    for compiled in (False, True):
+        model = random_model("qwen3_moe")
+        policy = Policy(prepared(model, "", TrainerConfig(gradient_checkpointing=how, compile=compiled)), 1.0)
+        for chosen in [*routes, None]:
+            length = 12 if chosen is None else chosen.shape[1]
+            policy.routing.follow(chosen, torch.device("cpu"))
+            ids = torch.arange(2 * length).view(2, length) % 64
+            hidden = find_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+            hidden.square().sum().backward()
+            states[compiled].append(hidden.detach())
+        gradients[compiled] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for found, expected in zip(states[True], states[False], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert min((states[True][0] - states[True][other]).abs().max() for other in (1, 3)) > 1e-2
+    for name, gradient in gradients[False].items():
+        found = gradients[True][name]
+        assert found is gradient or (found is not None and gradient is not None), name
+        assert gradient is None or (found - gradient).norm() < 1e-4 * gradient.norm(), name  # pyright: ignore
 
 
 @pytest.mark.slow

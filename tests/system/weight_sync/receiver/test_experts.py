@@ -1,6 +1,7 @@
 """Updates of mixtures of experts in real engines: what the trainer publishes, stacked, becomes what a fresh engine
 loads from the files, bit for bit."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from configs.model import LoraConfig
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion
 from tests.support.engines import EngineHost, hosted, pause, prompt, request, resume
 from tests.support.families import VOCAB_SIZE, random_model
 from tests.support.weights import publish, release, tag_of
+from trainer.worker.lora import add_adapters
 from trainer.worker.model import Policy, constant_names, local_shards
-from weight_sync.protocol import Manifest
+from weight_sync.adapter import factor_names, merged
+from weight_sync.protocol import Adapter, Manifest
 
 WIDTHS = {"hidden_size": 64, "head_dim": 32, "num_hidden_layers": 2, "max_position_embeddings": 128}
 """vLLM's attention on CPUs has no smaller heads."""
@@ -60,6 +64,43 @@ def test_an_update_is_what_a_fresh_engine_loads(family: str, engine_spec: Engine
         again = sampled(host)
         assert again.token_ids.tolist() == answer.token_ids.tolist() != other_answer.token_ids.tolist()
         assert again.logprobs.tolist() == answer.logprobs.tolist()
+
+
+@pytest.mark.parametrize("family", [FIRST, pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_adapters_of_experts_become_what_a_fresh_engine_loads(
+    family: str, engine_spec: EngineSpec, tmp_path: Path
+) -> None:
+    """A first update brings the base and an adapter, a second one another adapter only."""
+    policy, scale = random_policy(family, 1), 6.0 / 3
+    policy.causal_lm.save_pretrained(tmp_path / "base")
+    whole = copy.deepcopy(policy.causal_lm)
+    add_adapters(policy.causal_lm, LoraConfig(rank=3, alpha=6.0, targets=["q_proj", "experts"]), torch.float32)
+    with hosted(spec_of(engine_spec, tmp_path / "base")) as host:
+        host.run(host.engine.tag_loaded(0))
+        for version in (1, 2):
+            factors = random_factors(policy, version)
+            tensors = dict(local_shards(policy, torch.float32, frozen=version == 1))
+            assert factors.keys() <= tensors.keys() and (len(tensors) == len(factors)) == (version == 2)
+            adapter, constants = Adapter(scale=scale, base=77), constant_names(policy)
+            manifest = replace(publish(tensors, version), adapter=adapter, constants=constants)
+            host.run(update(host, manifest))
+        updated = tensors_of(host)
+    with torch.no_grad():
+        for name, weight in whole.named_parameters():
+            a, b = factor_names(name)
+            weight.copy_(merged(weight, factors[a], factors[b], scale) if a in factors else weight)
+    whole.save_pretrained(tmp_path / "merged")
+    with hosted(spec_of(engine_spec, tmp_path / "merged")) as host:
+        assert tensors_of(host) == updated
+
+
+def random_factors(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
+    """Give the adapters other factors, and return those by their published names."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.1, generator=generator)
+    return dict(local_shards(policy, torch.float32, frozen=False))
 
 
 @pytest.mark.parametrize("name", ["SILU", "GELU", "GELU_TANH", "SWIGLUOAI"])

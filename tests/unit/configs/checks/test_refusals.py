@@ -17,6 +17,7 @@ SEARCH = "rollout.environments.search.tags:agent_loop"
 SOLVER = "rollout.environments.solver:agent"
 GYM = "rollout.data.reasoning_gym:rows"
 SERVED = "model.lora.rank=8 model.lora.serve=adapter"
+EXPERTS = "model.lora.targets=[q_proj,experts.down_proj]"
 TAUGHT = "teacher.path=org/model"
 
 REFUSED = f"""
@@ -88,6 +89,10 @@ model.lora.alpha=8.0: needs model.lora.rank: without it, all weights are trained
 model.lora.targets=[] model.lora.rank=8: must be [all_linear] or names of
 model.lora.targets=[q_proj,all_linear] model.lora.rank=8 => model.lora.targets=['q_proj', 'all_linear']: ~ head: leave
 model.lora.serve=adapter: needs model.lora.rank: without it
+model.lora.serve=adapter model.lora.rank=8 {EXPERTS}: must be merged for adapters of experts
+model.lora.dropout=0.1 model.lora.rank=8 {EXPERTS}: must be 0 for adapters of experts
+trainer.compile=True model.lora.rank=8 {EXPERTS}: must be false for adapters of experts
+trainer.expert_parallel=True model.num_experts=4 model.lora.rank=8 {EXPERTS}: must be false for adapters of experts
 model.lora.rank=513 model.lora.serve=adapter: at most 512 with model.lora.serve=adapter, as in vLLM
 rollout.dtype=float32 device=cuda {SERVED}: must be bfloat16 with model.lora.serve=adapter: vLLM's LoRA kernels for GPUs
 model.lora.served_path=/quantized model.lora.rank=8: needs model.lora.serve=adapter: an adapter ~ into the weights

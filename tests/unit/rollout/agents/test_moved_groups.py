@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup
+from rollout.engines.simulated import SimulatedSequence
 from rollout.snapshot import capture
 from rollout.types import Completion, GenerationRequest, TokenSequence
-from tests.support.fakes import now
+from tests.support.fakes import ClockedEngine, now
+from tests.support.routes import input_rows, some_routes
 from tests.support.scenes import GROUP_SIZE, Scene
 from tests.support.sequences import only
 
@@ -85,6 +87,41 @@ async def test_an_episode_does_not_notice_that_its_replica_was_lost(replayable: 
     assert scene.engines[1].usage.tokens == 4 * 10 - 2 * 5 - 2 * 2, "no token was sampled twice"
     await running
     assert scene.in_flight == 0
+
+
+class RoutedEngine(ClockedEngine):
+    """Sends each input to the experts with the number of its place, and 20 more in the second engine."""
+
+    def __init__(self, index: int):
+        super().__init__(max_num_seqs=2)
+        self._first = 20 * index
+        self._sequences: list[tuple[SimulatedSequence, GenerationRequest]] = []
+
+    def _start(self, request: GenerationRequest) -> SimulatedSequence:
+        self._sequences.append((super()._start(request), request))
+        return self._sequences[-1][0]
+
+    def _sampled(self, sequence: SimulatedSequence, finish_reason: str) -> Completion:
+        completion = super()._sampled(sequence, finish_reason)
+        (request,) = (request for each, request in self._sequences if each is sequence)
+        places = range(request.num_routed, len(request.prompt_ids) + completion.num_tokens - 1)
+        return replace(completion, routes=some_routes([self._first + place for place in places]))
+
+
+async def test_routes_of_a_moved_group_are_those_of_the_first_attempt_and_its_prompt_has_them_once() -> None:
+    """The first replica dies when two episodes wait for their second turn, and two have two tokens of their first."""
+    scene = Scene(num_replicas=2, loop=UsesATool(), make_engine=RoutedEngine)
+    running = await scene.start()
+    await asyncio.sleep(7.5)
+    await scene.fleet.collect_progress()
+    scene.engines[0].kill()
+    group = await scene.group()
+    between_turns, in_first = [*range(6), *range(26, 31)], [*range(3), *range(23, 31)]
+    assert input_rows(group) == [between_turns, between_turns, in_first, in_first]
+    sequences = [only(trajectory) for trajectory in group.trajectories]
+    assert [sequence.num_prompt_routes for sequence in sequences] == [2] * GROUP_SIZE
+    assert len({id(sequence.prompt_routes) for sequence in sequences}) == 1
+    await running
 
 
 async def test_episodes_that_cannot_be_replayed_begin_anew_after_their_agent_worker_was_lost() -> None:

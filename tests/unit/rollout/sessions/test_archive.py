@@ -300,6 +300,17 @@ def test_what_cannot_be_sampled_by_is_refused_by_name(asked: dict[str, float]) -
     assert caught.value.param == next(iter(asked)) and "allowed is" in caught.value.message
 
 
+@on_recorder(says_yes, is_drafted=True)
+async def test_what_cannot_be_drafted_by_is_refused_with_its_field(recorder: Recorder) -> None:
+    session = await recorder.open()
+    with pytest.raises(openai.BadRequestError, match=r"min_p = 0.1: allowed is 0: .*speculative.method") as caught:
+        await ask(session, extra_body={"min_p": 0.1})
+    assert caught.value.param == "min_p"
+    await ask(session, extra_body={"min_p": 0})
+    await recorder.end(session)
+    assert [answer["sampling"] for answer in recorder.records[0]["answers"]] == [{"min_p": 0}]
+
+
 # -- whose request -----------------------------------------------------------------------------------------------------
 
 

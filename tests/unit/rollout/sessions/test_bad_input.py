@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from configs.schema import Config, RolloutConfig, SessionsConfig
 from rollout.sessions.app import DIALECTS, session_app
 from rollout.sessions.harness import Connection
-from rollout.sessions.harness_loop import SessionHost, make_host
+from rollout.sessions.harness_loop import SessionHost
 from tests.support.bodies import CHANGES, JSON, MINIMAL, USER
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import Policy, episode_task
@@ -42,7 +42,7 @@ class Gateway:
     def __init__(self, runner: asyncio.Runner, family: str):
         self.runner = runner
         config = Config(rollout=RolloutConfig(max_response_tokens=10_000), sessions=SessionsConfig(max_turns=64))
-        self.host: SessionHost = make_host(config, chat_tokenizer(family))
+        self.host: SessionHost = SessionHost.of(config, chat_tokenizer(family))
         self.policy = Policy(lambda text, request: "<think>\nEasy.\n</think>\n\nIt is 4.")
         self.policy.tokenizer = chat_tokenizer(family)
         self.app = session_app(self.host)

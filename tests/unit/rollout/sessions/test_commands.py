@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from configs.named_agents import NamedAgent
 from configs.rollout import SessionsConfig
 from configs.runtime.environment import REPO_ROOT
 from configs.serve import TOKEN_ENV
@@ -135,6 +136,28 @@ async def test_a_command_has_the_users_environment_and_neither_our_modules_nor_o
     assert (environment["OF_THE_RUN"], environment["PYTHONPATH"]) == ("1", "/mine")
     assert "secret" not in json.dumps(by)
     assert "XDG_CONFIG_HOME" not in environment and "NO_PROXY" in environment
+
+
+@on_real_clock
+async def test_a_named_agent_has_its_settings_in_its_home_and_its_environment(tmp_path: Path) -> None:
+    out = tmp_path / "told.json"
+    agent = NamedAgent(
+        name="mine",
+        argv=(*command(tmp_path, SAYS_IT_ALL, str(out)).split(), "{prompt}", "a b"),
+        install="",
+        context=0,
+        files={".mine/url.txt": "$OPENAI_BASE_URL and $$1"},
+        environment={"MINE": "1"},
+    )
+    async with harness_loop(CommandHarness(agent)) as loop:
+        episode = await loop.run_episode(episode_task(), Policy(is_42).generate)
+    assert episode.result is None
+    by = json.loads(out.read_text())
+    assert by["files"] == {"./.mine/url.txt": by["environment"]["OPENAI_BASE_URL"] + " and $1"}
+    assert by["environment"]["MINE"] == "1" and by["argv"] == ["What is 6 times 7?", "a b"]
+    async with harness_loop(CommandHarness(replace(agent, argv=("false",)))) as loop:
+        episode = await loop.run_episode(episode_task(), Policy(is_42).generate)
+    assert episode.result is not None and "rollout.agent=mine: ended with exit code 1" in (episode.result.error or "")
 
 
 # -- who rewards -------------------------------------------------------------------------------------------------------

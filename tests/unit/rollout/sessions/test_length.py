@@ -20,7 +20,7 @@ from rollout.sessions.app import session_app
 from rollout.sessions.budget import SessionLimits
 from rollout.sessions.codec import make_codec
 from rollout.sessions.errors import BadRequestError, SessionLimitError
-from rollout.sessions.harness_loop import make_host
+from rollout.sessions.harness_loop import SessionHost
 from rollout.sessions.length import TokenBound
 from rollout.sessions.session import Session
 from rollout.types import Completion, GenerationRequest
@@ -122,7 +122,7 @@ async def test_what_cannot_fit_is_refused_at_once_and_as_any_full_context(what: 
 @on_real_clock
 async def test_a_long_message_holds_up_no_other_session() -> None:
     policy = Policy(lambda text, request: "Yes.")
-    host = make_host(Config(rollout=RolloutConfig(max_response_tokens=1000)), chat_tokenizer(FAMILY))
+    host = SessionHost.of(Config(rollout=RolloutConfig(max_response_tokens=1000)), chat_tokenizer(FAMILY))
     transport = httpx.ASGITransport(session_app(host))
     async with (
         host.open(episode_task(0), policy.generate) as (_, long),

@@ -90,6 +90,32 @@ def test_what_is_for_mixtures_is_refused_of_a_dense_model(key: str, way_out: str
     check_model(changed(config_of(tmp_path, moe), **keys), trains=True, updates=True)
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_that_the_ranks_do_not_divide_are_refused(name: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, {**QWEN, "text_config": {name: 6}}, "model.safetensors")
+    divided = changed(config, trainer__expert_parallel=True)
+    check_model(changed(divided, trainer__num_ranks=3), trains=True, updates=True)
+    check_model(changed(divided, trainer__num_ranks=4), trains=False, updates=False)
+    wrong = rf"^trainer.expert_parallel=True: trainer.num_ranks=4 must divide the 6 experts of model.path \({name}\)"
+    with pytest.raises(ConfigError, match=wrong):
+        check_model(changed(divided, trainer__num_ranks=4), trains=True, updates=True)
+
+
+def test_adapters_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    adapter = {"model__lora": LoraConfig(rank=8, serve=LoraServing.adapter)}
+    tiny = changed(Config(), model__num_experts=4)
+    large = config_of(tmp_path, {**QWEN, "num_experts": 4}, "model.safetensors")
+    for config in (tiny, large):
+        served = changed(config, **adapter)
+        with pytest.raises(
+            ConfigError, match=r"^model.lora.serve=adapter: must be merged for a mixture of experts on a"
+        ):
+            check_model(served, trains=True, updates=True, device="cpu")
+        check_model(served, trains=True, updates=True, device="cuda")
+        check_model(config, trains=True, updates=True, device="cpu")
+    check_model(changed(Config(), **adapter), trains=True, updates=True, device="cpu")
+
+
 def test_what_is_served_may_be_a_type_that_only_the_engine_knows(tmp_path: Path) -> None:
     check_model(config_of(tmp_path, {"model_type": "new"}, "model.safetensors"), trains=False, updates=False)
 

@@ -57,8 +57,27 @@ def trajectory(random: np.random.Generator, seed: int) -> Trajectory:
     )
 
 
+def with_whole_routes(group: TrajectoryGroup, seed: int) -> TrajectoryGroup:
+    """Let every sequence that has a token say all of its experts, which begin alike, and the group have those of
+    prompts once."""
+    random = np.random.default_rng(seed)
+
+    def routed(sequence: TokenSequence) -> TokenSequence:
+        rows = np.where(random.random(sequence.num_inputs) < 0.9, 3, 5).tolist()
+        return replace(sequence, routes=some_routes(rows)) if rows else replace(sequence, routes=None)
+
+    trajectories = (replace(some, sequences=tuple(map(routed, some.sequences))) for some in group.trajectories)
+    return replace(group, trajectories=tuple(trajectories)).with_shared_routes()
+
+
 def random_groups(seed: int) -> list[TrajectoryGroup]:
-    """With an odd seed, sampling has left tokens out; from 2 on, some sequences say their experts."""
+    """With an odd seed, sampling has left tokens out; from 2 on, some sequences say their experts, and from 4 on all,
+    and those of their prompts once."""
+    groups = plain_groups(seed)
+    return [with_whole_routes(group, seed) for group in groups] if seed >= 4 else groups
+
+
+def plain_groups(seed: int) -> list[TrajectoryGroup]:
     random = np.random.default_rng(seed)
     return [
         TrajectoryGroup(
@@ -90,11 +109,11 @@ def bits(tokens: TokenSignals) -> dict[str, Any]:
 
 
 def experts(groups: Sequence[TrajectoryGroup]) -> list[list[int | None]]:
-    return [rows_of(each.routes) for group in groups for some in group.trajectories for each in some.sequences]
+    return [rows_of(each.input_routes) for group in groups for some in group.trajectories for each in some.sequences]
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_all_that_training_reads_comes_back_to_the_bit(tmp_path: Path, seed: int, advantage: str) -> None:
     groups = random_groups(seed)
     read = list(read_step(record(tmp_path, groups), STEP).groups)
@@ -108,8 +127,9 @@ def test_all_that_training_reads_comes_back_to_the_bit(tmp_path: Path, seed: int
     assert bits(sampled_tokens(read, STEP - 1)) == bits(sampled_tokens(groups, STEP - 1))
     assert [each.prompt.ordinal for each in read] == [12, 3, 40]
     arrays = Run.open(tmp_path).tokens(STEP)
-    assert (arrays["format"], "kept_counts" in arrays) == (4 if seed > 1 else 2 + seed, seed % 2 == 1)
+    assert (arrays["format"], "kept_counts" in arrays) == ([2, 3, 4, 4, 5, 5][seed], seed % 2 == 1)
     assert experts(read) == experts(groups) and any(experts(read)) == (seed > 1)
+    assert token_arrays(read, [np.zeros(4, np.float32)] * 3) == token_arrays(groups, [np.zeros(4, np.float32)] * 3)
     proofs = trajectory_proofs(groups, [np.zeros(4, np.float32)] * len(groups), None)
     assert [digests["logprobs"] for digests in _array_digests(arrays)] == [proof.logprobs for proof in proofs]
     for mine, their in zip(read, groups, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.algorithm import Proximal
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import GradientCheckpointing
+from scripts.plan.budget import travel_parts
 from scripts.plan.machine import Machine, refusals
 from scripts.plan.memory import (
     Memory,
@@ -20,7 +21,7 @@ from scripts.plan.memory import (
     teacher_worker_memory,
     total,
 )
-from scripts.plan.model_shape import LayerShape, ModelShape, model_shape
+from scripts.plan.model_shape import LayerShape, Mixture, ModelShape, model_shape
 from tests.support.compose import changed
 from trainer.tiny.model import build_model
 
@@ -94,6 +95,69 @@ def test_an_adapter_leaves_the_weights_frozen_and_trains_its_factors() -> None:
     factors = 8 * (4096 + 10240) / 1e9
     assert (found["frozen weights"], found["weights"]) == (0.5, pytest.approx(factors * 4 / 4))
     assert found["moments"] == pytest.approx(factors * 8 / 4)
+
+
+KEEP_ALL = GradientCheckpointing.none
+# Four fifths of the billion, and of each layer.
+MIXED = replace(
+    BILLION,
+    layer=replace(LAYER, experts=8),
+    mixture=Mixture(num_experts=128, per_token=8, num_parameters=8 * 10**8, layer_parameters=40 * 10**6, widths=10**6),
+)
+
+
+def mixed(**keys: Any) -> dict[str, float]:
+    keys = {"trainer__gradient_checkpointing": GradientCheckpointing.full} | keys
+    return gigabytes(rank_memory(changed(CONFIG, **keys), MIXED, "cuda"))
+
+
+def test_divided_experts_are_not_gathered_and_have_a_share_of_the_gradients() -> None:
+    divided, gathered = mixed(trainer__expert_parallel=True), mixed()
+    assert (divided["weights"], divided["moments"]) == (gathered["weights"], gathered["moments"])
+    assert gathered["gathered weights"] - divided["gathered weights"] == pytest.approx(2 * 0.04 * 2)
+    assert divided["gradients, whole"] == pytest.approx(4 * (0.2 + 0.8 / 4))
+    at_work = divided["own experts at work"]
+    assert at_work == pytest.approx(0.04 / 4 * (2 + 2 + 4)) and "own experts at work" not in gathered
+    every_layer = mixed(trainer__expert_parallel=True, trainer__gradient_checkpointing=KEEP_ALL)
+    assert every_layer["own experts at work"] - at_work == pytest.approx((0.8 - 0.04) / 4 * 2)
+    fits, most = {"trainer__expert_parallel": True}, 1000  # of 0.8 GB, where all would be 4 GB
+    assert "gradients" in mixed(trainer__unsharded_gradients_mb=most)
+    assert "gradients, whole" in mixed(trainer__unsharded_gradients_mb=most, **fits)
+    adapted = mixed(model__lora__rank=8, model__lora__targets=["q_proj", "experts"])
+    assert adapted["weights"] == pytest.approx(8 * (4096 + 10**6) * 4 / 4 / 1e9)
+    assert adapted["experts with adapters merged"] == pytest.approx(0.04 * (8 + 2))
+    none = mixed(model__lora__rank=8, model__lora__targets=["experts"], trainer__gradient_checkpointing=KEEP_ALL)
+    assert none["experts with adapters merged"] == pytest.approx(0.04 * 8 + 0.8 * 2), "each layer's, until backward"
+    frozen = mixed(model__lora__rank=8, **fits)
+    assert frozen["own experts at work"] == pytest.approx(0.04 / 4 * 2)
+
+
+def test_what_sampling_kept_and_routes_take_memory_of_a_micro_batch() -> None:
+    tokens = CONFIG.trainer.tokens_per_micro_batch
+    assert not {"routes", "what sampling kept, at most"} & rank().keys()
+    assert mixed()["routes"] == tokens * 16 * 8 * 2 / 1e9
+    assert "routes" not in mixed(model__replay_routes=False)
+    bits = 2**26 / 1e9  # of the logits of a chunk
+    assert rank(rollout__top_k=20)["what sampling kept, at most"] == pytest.approx(bits + tokens * 36 * 16 / 1e9)
+    assert rank(rollout__top_p=0.9)["what sampling kept, at most"] == pytest.approx(bits + tokens * 528 * 16 / 1e9)
+
+
+def test_the_plan_says_what_travels_with_the_tokens() -> None:
+    assert travel_parts(CONFIG, BILLION) == travel_parts(CONFIG, None) == {}
+    keys = {"rollout__max_response_tokens": 1000, "data__max_prompt_tokens": 500, "algorithm__group_size": 8}
+    config = changed(CONFIG, trainer__prompts_per_step=4, rollout__max_staleness=1, **keys)
+    routes = travel_parts(config, MIXED)["travels"]
+    step = 4 * (8 * 1000 * (9 + 128) + 500 * 128)
+    assert routes == (
+        "9 bytes of every sampled token, 128 of routes, those of a prompt once for its group: "
+        f"at most {step / 2**20:.1f} MiB a step, and {2 * step / 2**20:.1f} MiB of host memory on the driver"
+    )
+    assert (
+        "at most 2,116 of what sampling kept: at most"
+        in travel_parts(changed(config, rollout__top_p=0.9), None)["travels"]
+    )
+    wide = replace(MIXED, mixture=replace(MIXED.mixture, num_experts=512))  # pyright: ignore
+    assert "256 of routes" in travel_parts(config, wide)["travels"]
 
 
 def test_reference_and_critic_and_what_an_update_keeps() -> None:
@@ -176,7 +240,8 @@ def test_a_layer_keeps_what_autograd_saves(dtype: torch.dtype) -> None:
     """The estimate leaves out rotations, and each head's sum in attention."""
     shape = model_shape(Config())
     assert shape is not None and shape.layer is not None
-    model = build_model(448, seed=0).to(dtype)
+    model: Any = build_model(448, seed=0)
+    model.to(dtype)
     of_weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
     kept = []

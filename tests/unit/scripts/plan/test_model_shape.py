@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from scripts.plan.model_shape import LayerShape, ModelShape, model_shape, teacher_shape
+from scripts.plan.model_shape import shape_of as whole_shape
 from tests.support.compose import changed
 from tests.support.families import random_model
 from trainer.tiny.model import ModelSize, build_model
@@ -57,6 +59,24 @@ def test_a_layer_is_read_from_the_config(tmp_path: Path) -> None:
     assert layer is not None and (layer.feed_forward, layer.experts) == (2 * 16, 2)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_the_experts_are_those_that_ranks_divide(family: str, tmp_path: Path) -> None:
+    model = random_model(family)
+    model.save_pretrained(tmp_path)
+    experts = [each for each in model.modules() if "_is_expert_parallel" in vars(each)]
+    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in experts]
+    mixture = shape_of(tmp_path).mixture
+    assert mixture is not None and (mixture.num_parameters, mixture.layer_parameters) == (sum(sizes), max(sizes))
+    assert mixture.num_experts == experts[0].num_experts
+    assert mixture.per_token == model.config.num_experts_per_tok
+    stacked = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    of_modules = whole_shape(stacked, model.config.to_dict()).mixture
+    assert of_modules is not None and replace(of_modules, widths=mixture.widths) == mixture
+    stacked_weights = [weight for each in experts for weight in each.parameters() if weight.dim() == 3]
+    factors = sum(len(weight) * sum(weight.shape[1:]) for weight in stacked_weights)
+    assert of_modules.widths == factors <= mixture.widths < 1.4 * factors
+
+
 @pytest.mark.parametrize("family", ["mamba", "jamba", "qwen3_next", "deepseek_v3"])
 def test_what_a_layer_of_another_kind_keeps_is_not_known(family: str, tmp_path: Path) -> None:
     random_model(family).save_pretrained(tmp_path)
@@ -80,6 +100,7 @@ def test_the_models_made_here_have_the_size_that_the_pages_say(
         of_files.rest_parameters,
     )
     assert (shape.layer, shape.num_layers) == (of_files.layer, of_files.num_layers)
+    assert shape.mixture == of_files.mixture and (shape.mixture is None) == (num_experts == 0)
 
 
 def test_a_model_that_is_not_here_has_no_shape_and_damaged_files_are_refused(tmp_path: Path) -> None:

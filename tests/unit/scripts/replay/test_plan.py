@@ -133,7 +133,7 @@ def test_a_folder_without_records_or_without_its_first_policy_is_refused(tmp_pat
         plan(store, 3, None, store.folder / "checkpoints/step_000005")
     np.savez(store.folder / "trajectories/step_000004.npz", rewards=1)
     with pytest.raises(
-        RunError, match=r"c: step 4: its tokens are recorded in format 1, and a replay reads formats 2 to 4$"
+        RunError, match=r"c: step 4: its tokens are recorded in format 1, and a replay reads formats 2 to 5$"
     ):
         plan(store)
     assert plan(store, 6).start == 5, "what is not taken again may be older"

@@ -6,9 +6,12 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from rollout.types import VersionSpan
+from rollout.types import TrajectoryGroup, VersionSpan
+from tests.support.kept import kept_of
 from tests.support.recordings import example_advantages, example_groups
 from tests.support.reference import make_group, make_trajectory
+from tests.support.routes import routed_group
+from tests.support.sequences import with_sequence
 from trainer.tracking.step_metrics import group_metrics, is_spanning
 from trainer.tracking.trajectories import token_arrays, trajectory_records
 
@@ -53,6 +56,33 @@ def test_metrics_of_a_step_by_hand() -> None:
             "staleness/versions_per_trajectory_max": 3,
         }
     )
+
+
+def test_what_masks_and_routes_are_of_the_traffic() -> None:
+    """Two sequences of a prompt of 100 tokens and two sampled ones, a model of 2 layers with 3 experts a token."""
+    group = routed_group(100, [[4] * 101, [4] * 101])
+    masked = [with_sequence(trajectory, kept=kept_of([[1, 2, 3], [4]])) for trajectory in group.trajectories]
+    group, plain, kept, row = replace(group, trajectories=tuple(masked)), 2 * (100 * 4 + 2 * 9), 2 * 4 * (2 + 4), 6
+
+    def traffic(some: TrajectoryGroup) -> dict[str, float]:
+        metrics = group_metrics([some], [np.zeros(2, np.float32)], global_steps=0, interval=1)
+        return {name: value for name, value in metrics.items() if name.startswith("traffic/") or "route" in name}
+
+    twice, once = 2 * 101 * row, (100 + 2) * row
+    for some, routes in ((group, twice), (group.with_shared_routes(), once)):
+        total = plain + kept + routes
+        assert traffic(some) == pytest.approx(
+            {
+                "rollout/routed_fraction": 1,
+                "rollout/route_megabytes": routes / 1e6,
+                "traffic/bytes_per_token": total / 4,
+                "traffic/kept_bytes_per_token": kept / 4,
+                "traffic/kept_share": kept / total,
+                "traffic/route_bytes_per_token": routes / 4,
+                "traffic/route_share": routes / total,
+            }
+        )
+    assert traffic(make_group(0, [make_trajectory([1], [2])])) == {}
 
 
 @pytest.mark.parametrize(("reward", "all_right", "none_right"), [(1.0, 1, 0), (0.0, 0, 1), (0.5, 0, 0)])

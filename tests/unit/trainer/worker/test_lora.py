@@ -14,7 +14,7 @@ from configs.validate import ConfigError
 from tests.support.families import random_model
 from trainer.worker.checksum import base_checksum
 from trainer.worker.lora import LoraLinear, adapters_off, add_adapters, draw_factors
-from weight_sync.adapter import factor_names, merged, published_name
+from weight_sync.adapter import factor_names, is_factor, merged, published_name
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 
@@ -95,6 +95,61 @@ def test_a_model_with_adapters_is_that_with_merged_weights_and_without_them_the_
         with adapters_off(model):
             assert torch.equal(model(ids).logits, first(ids).logits)
         assert not torch.allclose(model(ids).logits, first(ids).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3"])
+def test_adapters_of_experts_are_the_weights_that_replicas_and_exports_merge(family: str) -> None:
+    """Bit for bit: both are made by the same code, and the experts' own forward computes with them."""
+    lora = LoraConfig(rank=3, alpha=6.0, targets=["experts"])
+    first = random_model(family)
+    model, whole, ids = adapted(first, lora), copy.deepcopy(first), torch.arange(12).view(2, 6)
+    factors = {published_name(name): factor for name, factor in model.named_parameters() if factor.requires_grad}
+    stacked = [name for name, weight in first.named_parameters() if ".experts." in name and weight.dim() == 3]
+    assert factors.keys() == {factor for name in stacked for factor in factor_names(name)} and len(stacked) >= 6
+    assert all(is_factor(name) for name in factors)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, first(ids).logits), "B is 0"
+        randomize(model)
+        for name, weight in whole.named_parameters():
+            a, b = factor_names(name)
+            if a in factors:
+                weight.copy_(merged(weight, factors[a], factors[b], lora.alpha / 3))
+                for expert, (one_a, one_b) in enumerate(zip(factors[a], factors[b], strict=True)):
+                    each = first.get_parameter(name)[expert] + 2.0 * one_b @ one_a
+                    torch.testing.assert_close(weight[expert], each, rtol=0, atol=1e-5)
+        logits = model(ids).logits
+        assert torch.equal(logits, whole(ids).logits) and not torch.allclose(logits, first(ids).logits)
+        with adapters_off(model):
+            assert torch.equal(model(ids).logits, first(ids).logits)
+    model(ids).logits.square().sum().backward()
+    whole.requires_grad_(True)
+    whole(ids).logits.square().sum().backward()
+    for name in stacked:
+        (a, b), change = (factors[each] for each in factor_names(name)), whole.get_parameter(name).grad
+        assert a.grad is not None and b.grad is not None and change is not None
+        torch.testing.assert_close(b.grad, 2.0 * change @ a.detach().mT, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(a.grad, 2.0 * b.detach().mT @ change, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        ("experts", {"gate_up_proj", "down_proj"}),
+        ("experts.down_proj", {"down_proj"}),
+        ("model.layers.1.mlp.experts.gate_up_proj", {"gate_up_proj"}),
+    ],
+)
+def test_experts_get_an_adapter_where_they_are_named(target: str, names: set[str]) -> None:
+    first = random_model("qwen3_moe")
+    trained = {
+        name.partition(".adapters.")[2].partition(".")[0]
+        for name, parameter in adapted(first, LoraConfig(rank=2, targets=[target])).named_parameters()
+        if parameter.requires_grad
+    }
+    assert trained == names
+    assert not any(".adapters." in name for name, _ in adapted(first).named_parameters()), "all_linear"
+    with pytest.raises(ConfigError, match="there are experts, k_proj, lm_head, o_proj, q_proj, v_proj"):
+        adapted(first, LoraConfig(rank=2, targets=["down_proj"]))
 
 
 def test_only_factors_are_trained_in_float32_beside_a_base_in_the_compute_dtype() -> None:

@@ -33,8 +33,14 @@ from weight_sync.receiver.merge import Merger
 
 pytestmark = pytest.mark.usefixtures("local_store", "directory")
 ADAPTER = Adapter(scale=4.0, base=77)
-ADAPTED = ("layers.0.up.weight", "layers.1.down.weight")
-SHAPES = {"embed.weight": (7, 6), "layers.0.up.weight": (9, 6), "layers.1.down.weight": (6, 9), "norm.weight": (6,)}
+ADAPTED = ("layers.0.up.weight", "layers.1.down.weight", "layers.1.experts.down_proj")
+SHAPES = {
+    "embed.weight": (7, 6),
+    "layers.0.up.weight": (9, 6),
+    "layers.1.down.weight": (6, 9),
+    "layers.1.experts.down_proj": (4, 6, 3),
+    "norm.weight": (6,),
+}
 
 
 def base(dtype: torch.dtype = torch.float32) -> Weights:
@@ -47,9 +53,9 @@ def factors(seed: int, dtype: torch.dtype = torch.float32) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     found: Weights = {}
     for name in ADAPTED:
-        (rows, columns), (a, b) = SHAPES[name], factor_names(name)
-        found[a] = torch.randn(2, columns, generator=generator).to(dtype)
-        found[b] = torch.randn(rows, 2, generator=generator).to(dtype)
+        (*experts, rows, columns), (a, b) = SHAPES[name], factor_names(name)
+        found[a] = torch.randn(*experts, 2, columns, generator=generator).to(dtype)
+        found[b] = torch.randn(*experts, rows, 2, generator=generator).to(dtype)
     return found
 
 

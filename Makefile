@@ -58,7 +58,7 @@ predict: $(STAMP)  ## predict other configurations of a run, and say what to cha
 test: $(DEV)  ## unit and system tests
 	@$(PYTEST) tests/system tests/unit -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not nightly" $(ARGS)
 
-test-slow: $(DEV)  ## the system tests that take minutes each: resume, faults, clusters, fleets, recipes
+test-slow: $(DEV)  ## the tests that take longer: engines, resume, faults, clusters, fleets, recipes
 	@$(PYTEST) $(SLOW) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly" $(ARGS)
 
 test-nightly: $(DEV)  ## the system tests that take longest: fault after fault, learning, partitions of a minute

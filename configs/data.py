@@ -107,6 +107,10 @@ class DataConfig:
     overlong_prompts: OverlongPrompts = OverlongPrompts.filter
     """Treatment of longer prompts: filter (leave them out, and count them) or refuse (the run does not start)."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    sources: dict[str, Any] = field(default_factory=dict)
+    """Sources of prompts that one run trains together, by name. Each has a weight (its share of the trained groups,
+    relative to the others'), a loss_coef (a factor of its loss weights) and, by section, the keys that differ from
+    those of the run: {search: {weight: 2, rollout: {reward: dapo}}}. Empty: the sections describe the only source."""
 
     @property
     def holds_out(self) -> bool:

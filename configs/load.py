@@ -20,6 +20,7 @@ from configs.checkpoint import UnreadableConfigError, read_config
 from configs.checks.problem import values
 from configs.checks.sections import TRAIN_AND_VAL
 from configs.data import NO_FILES, DataConfig
+from configs.mixture import writable
 from configs.schema import Config, RayConfig
 from configs.validate import ConfigError, check
 
@@ -138,15 +139,4 @@ def literal_docs(section: type) -> dict[str, str]:
 def register() -> None:
     """Registers the schema in Hydra's store, which is global: once per process is enough."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=_writable(OmegaConf.structured(Config(data=_GivenData()))))
-
-
-def _writable(node: DictConfig) -> DictConfig:
-    """OmegaConf makes read-only nodes from frozen dataclasses, and Hydra could not merge a recipe into those."""
-    OmegaConf.set_readonly(node, False)
-    if not node:
-        OmegaConf.set_struct(node, False)  # its keys are the user's
-    for key in node:
-        if OmegaConf.is_dict(node[key]):
-            _writable(node[key])
-    return node
+    store.store(name="schema", node=writable(OmegaConf.structured(Config(data=_GivenData()))))

@@ -1,15 +1,18 @@
 """The buffer between rollouter and trainer: holds the groups, and waits for slots and batches."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from configs.mixture import sources_of
 from configs.runtime.deadline import within
 from configs.schema import Config, StalePolicy
 from rollout.events.event import Emit, finite, nobody
 from rollout.events.kinds import GroupReady
 from rollout.failures import FailureBudget, failure_budget
+from rollout.mixture import MixedLedger
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
 from rollout.types import (
     DiscardedGroup,
@@ -41,7 +44,8 @@ class TrajectoryBuffer:
         await buffer.advance(8)             # weights 8 are live: frees the slots of the batch
     """
 
-    ledger: SlotLedger
+    ledger: SlotLedger | MixedLedger
+    """The slots: of the prompts of the run or, where it has several sources of them, of each source."""
     batch_timeout_s: float
     """The value of trainer.batch_timeout_s."""
     failures: FailureBudget = field(default_factory=FailureBudget)
@@ -57,10 +61,14 @@ class TrajectoryBuffer:
     """Groups that were filtered out."""
     num_aborted: int = field(default=0, init=False)
     """Groups that a client aborted as a whole."""
+    trained: Counter[str] = field(default_factory=Counter, init=False)
+    """The groups of `num_trained` by source."""
+    discarded: Counter[str] = field(default_factory=Counter, init=False)
+    """The groups by source that were discarded: filtered out, aborted, dropped or given up."""
 
     def __post_init__(self) -> None:
         self._groups: dict[int, TrajectoryGroup] = {}  # slot_id -> group, in order of arrival
-        self._filtered_since_batch = 0
+        self._filtered_since_batch: Counter[str] = Counter()  # by source
         self._waited_s = 0.0  # by the trainer, without the wait that began at:
         self._waiting_since: float | None = None
         self._changed = asyncio.Condition()
@@ -70,16 +78,24 @@ class TrajectoryBuffer:
         """Return the groups that wait for the trainer, in order of arrival."""
         return tuple(self._groups.values())
 
-    async def claim(self) -> Slot | None:
-        """Wait for a slot for one group. Returns None when the run has all the groups it needs."""
+    async def turn(self) -> str | None:
+        """Return the source of the prompts whose turn it is to claim a slot. A run with one source says so at once, and
+        with several waits until one of them may claim: that one may still do so whenever `claim` follows. Returns None
+        when the run has all the groups it needs."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.ledger.complete or self.ledger.can_claim())
-            return None if self.ledger.complete else self.ledger.claim()
+            await self._changed.wait_for(lambda: self.ledger.complete or self.ledger.turn is not None)
+            return None if self.ledger.complete else self.ledger.turn
+
+    async def claim(self, source: str = "") -> Slot | None:
+        """Wait for a slot for one group of the source. Returns None when the run has all the groups it needs."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.ledger.complete or self.ledger.of(source).can_claim())
+            return None if self.ledger.complete else self.ledger.claim(source)
 
     async def put(self, slot: Slot, group: TrajectoryGroup) -> None:
         """Hand in the group of a slot. A group that a client aborted as a whole is replaced by another prompt. Raises
         RewardFailuresError and TooFewGroupsError."""
-        self.failures.count_rewards(group.errors)
+        self.failures.count_rewards(group.errors, group.prompt.source)
         filters = self.max_sample_batches is not None
         async with self._changed:
             if not group.is_aborted and (group.rewards_differ or not filters):
@@ -91,9 +107,9 @@ class TrajectoryBuffer:
                     self._discard(group, DiscardReason.aborted)
                 else:
                     self.num_filtered += 1
-                    self._filtered_since_batch += 1
+                    self._filtered_since_batch[slot.source] += 1
                     self._discard(group, DiscardReason.filtered)
-                    self._check_filtered()
+                    self._check_filtered(slot.source)
             self._changed.notify_all()
 
     def _keep(self, slot: Slot, group: TrajectoryGroup) -> None:
@@ -110,17 +126,19 @@ class TrajectoryBuffer:
     def adopt(self, group: TrajectoryGroup) -> bool:
         """Take over, before the run starts, a group that was ready in the run that is resumed. Returns False if it is
         too stale to be trained here."""
-        slot = self.ledger.adopt(group.min_version)
+        slot = self.ledger.adopt(group.min_version, group.prompt.source)
         if slot is not None:
             self._keep(slot, group)
         return slot is not None
 
     def _discard(self, group: TrajectoryGroup, reason: DiscardReason) -> None:
+        self.discarded[group.prompt.source] += 1
         self.on_discard(DiscardedGroup(prompt=group.prompt, reason=reason, trajectories=group.trajectories))
 
     async def fail(self, slot: Slot, prompt: Prompt, error: Exception) -> None:
         """Give back the slot of a group that will never come."""
         reason = f"{type(error).__name__}: {error}"
+        self.discarded[prompt.source] += 1
         self.on_discard(DiscardedGroup(prompt=prompt, reason=DiscardReason.failed, error=reason))
         async with self._changed:
             self.ledger.give_back(slot)
@@ -143,17 +161,21 @@ class TrajectoryBuffer:
                     await self._changed.wait()
                 self._changed.notify_all()  # the last batch completes the ledger, and claim() has to see it
         except TimeoutError:
+            lacking = self.ledger.lacking(global_steps)
+            whose = f"it waits for groups of {', '.join(lacking)} (data.sources); " if lacking else ""
             raise TimeoutError(
                 f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
-                f"{self.batch_timeout_s}: {self.ledger.num_in_flight} groups in flight, "
+                f"{self.batch_timeout_s}: {whose}{self.ledger.num_in_flight} groups in flight, "
                 f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
             ) from None
         finally:
             self._waited_s, self._waiting_since = self.waited_s(), None
-        self._filtered_since_batch = 0
+        self._filtered_since_batch.clear()
         self.num_trained += len(chosen)
         groups = sorted((self._groups.pop(slot_id) for slot_id in chosen), key=lambda group: group.prompt.ordinal)
-        return self._mask_stale_tokens(groups, global_steps)
+        self.trained.update(group.prompt.source for group in groups)
+        counts = {name: self.trained[name] for name in self._sources}
+        return replace(self._mask_stale_tokens(groups, global_steps), trained=counts)
 
     def waited_s(self) -> float:
         """Return the seconds that the trainer has waited in `next_batch`, this one included."""
@@ -174,17 +196,32 @@ class TrajectoryBuffer:
             "rollout/aborted_groups": self.num_aborted,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self.failures.gauges(),
+            **self._source_gauges(),
         }
 
-    def _check_filtered(self) -> None:
+    @property
+    def _sources(self) -> Mapping[str, SlotLedger]:
+        """The slots of each source of data.sources; nothing where a run has no such."""
+        return self.ledger.sources if isinstance(self.ledger, MixedLedger) else {}
+
+    def _source_gauges(self) -> dict[str, float]:
+        gauges: dict[str, float] = {}
+        for source, ledger in self._sources.items():
+            gauges[f"sources/{source}/inflight_groups"] = ledger.num_in_flight
+            gauges[f"sources/{source}/ready_groups"] = ledger.num_ready
+            gauges[f"sources/{source}/discarded_groups"] = self.discarded[source]
+        return gauges
+
+    def _check_filtered(self, source: str) -> None:
         """Many filtered groups are a problem only while the trainer has to wait for groups."""
-        filtered, batch_size = self._filtered_since_batch, self.ledger.window.groups_per_step
-        allowed = self.max_sample_batches or 0
-        if filtered > allowed * batch_size and self.ledger.num_ready < batch_size:
+        ledger, filtered = self.ledger.of(source), self._filtered_since_batch[source]
+        batch_size, allowed = ledger.window.groups_per_step, self.max_sample_batches or 0
+        if filtered > allowed * batch_size and ledger.num_ready < batch_size:
+            whose, share = (f"data.sources.{source}: ", "its share of ") if source else ("", "")
             raise TooFewGroupsError(
-                f"{filtered} groups with equal rewards since the last batch, for {self.ledger.num_ready} that differ: "
-                f"algorithm.max_sample_batches={allowed} allows {allowed} x trainer.prompts_per_step={batch_size}; "
-                "are the prompts too easy, too hard, or is the reward wrong?"
+                f"{whose}{filtered} groups with equal rewards since the last batch, for {ledger.num_ready} that "
+                f"differ: algorithm.max_sample_batches={allowed} allows {allowed} x {share}trainer.prompts_per_step="
+                f"{batch_size}; are the prompts too easy, too hard, or is the reward wrong?"
             )
 
     def _mask_stale_tokens(self, groups: list[TrajectoryGroup], step: int) -> TrainBatch:
@@ -214,8 +251,14 @@ def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
         max_staleness=rollout.max_staleness,
         update_interval=config.weight_sync.interval,
     )
+    if config.data.sources:
+        weights = {source.name: source.weight for source in sources_of(config)}
+        ledger = MixedLedger(weights, window, rollout.stale_policy, trainer.total_steps, global_steps)
+    else:
+        total_groups = trainer.total_steps * trainer.prompts_per_step
+        ledger = SlotLedger(window, rollout.stale_policy, total_groups, global_steps)
     return TrajectoryBuffer(
-        SlotLedger(window, rollout.stale_policy, trainer.total_steps * trainer.prompts_per_step, global_steps),
+        ledger,
         trainer.batch_timeout_s,
         failure_budget(config),
         algorithm.max_sample_batches if algorithm.filter_groups else None,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from configs.mixture import sources_of
 from configs.schema import Config
 
 
@@ -32,11 +33,12 @@ class FailureBudget:
     _first_reward: str = ""
     _first_group: tuple[str, BaseException] | None = None
 
-    def count_rewards(self, errors: Iterable[str | None]) -> None:
-        """Count rewards by their errors, None where one succeeded. Raises RewardFailuresError past the budget."""
+    def count_rewards(self, errors: Iterable[str | None], source: str = "") -> None:
+        """Count rewards by their errors, None where one succeeded. `source`: that of their prompts in data.sources.
+        Raises RewardFailuresError past the budget."""
         for error in errors:
             if error is not None:
-                self._first_reward = self._first_reward or error
+                self._first_reward = self._first_reward or (f"{source}: {error}" if source else error)
                 self.failed_rewards += 1
         if self.failed_rewards > self.max_failed_rewards * self.num_trajectories:
             raise RewardFailuresError(
@@ -45,14 +47,15 @@ class FailureBudget:
                 f"{self._first_reward}"
             )
 
-    def gives_up(self, ordinal: int, failures: int, error: Exception) -> bool:
-        """Return whether the prompt that failed `failures` times is given up. Raises GroupFailuresError past the
-        budget."""
+    def gives_up(self, ordinal: int, failures: int, error: Exception, source: str = "") -> bool:
+        """Return whether the prompt that failed `failures` times is given up. `source`: its own in data.sources. Raises
+        GroupFailuresError past the budget."""
         if failures <= self.max_group_retries:
             self.retried_groups += 1
             return False
         self.failed_groups.append(ordinal)
-        self._first_group = self._first_group or (f"prompt {ordinal}: {type(error).__name__}: {error}", error)
+        whose = f" of {source}" if source else ""
+        self._first_group = self._first_group or (f"prompt {ordinal}{whose}: {type(error).__name__}: {error}", error)
         if len(self.failed_groups) > self.max_failed_groups * self.num_groups:
             what, first = self._first_group
             raise GroupFailuresError(
@@ -71,8 +74,12 @@ class FailureBudget:
 
 def failure_budget(config: Config) -> FailureBudget:
     rollout, num_groups = config.rollout, config.trainer.total_steps * config.trainer.prompts_per_step
+    sources = sources_of(config)
+    mean_size = sum(each.weight * each.config.algorithm.group_size for each in sources) / sum(
+        each.weight for each in sources
+    )
     return FailureBudget(
-        num_trajectories=num_groups * config.algorithm.group_size,
+        num_trajectories=round(num_groups * mean_size),
         max_failed_rewards=rollout.max_failed_rewards,
         num_groups=num_groups,
         max_failed_groups=rollout.max_failed_groups,

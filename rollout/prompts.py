@@ -72,13 +72,21 @@ class PromptStream:
                 f"{row.text}\0{row.ground_truth}\0".encode(errors="surrogatepass"), self.checksum
             )
 
-    def next(self) -> Prompt:
-        """Hand out the smallest returned ordinal, else the next new one."""
+    def next(self, source: str = "") -> Prompt:
+        """Hand out the smallest returned ordinal, else the next new one. `source`: this one, where a run has one."""
         if self.returned:
             return self.at(self.returned.pop(0))
         self.order.draw(self.ordinal)
         self.ordinal += 1
         return self.at(self.ordinal - 1)
+
+    def tell(self, prompt: Prompt, rewards: Sequence[float]) -> None:
+        """Tell the order the rewards of a prompt's group."""
+        self.order.tell(prompt.ordinal, rewards)
+
+    def gauges(self) -> dict[str, float]:
+        """Return the metrics of the order."""
+        return self.order.gauges()
 
     def at(self, ordinal: int) -> Prompt:
         """Look up a prompt that was handed out, and that is neither trained nor discarded."""

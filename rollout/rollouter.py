@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +13,7 @@ from rollout.errors import AgentWorkerLostError, EpisodesLostError, NoReplicaLef
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import GroupClaimed, GroupMoved
 from rollout.fleet.fleet import ReplicaFleet
+from rollout.mixture import PromptMixture, SourceTerms
 from rollout.progress import Attempt, EpisodesOpen, GroupMessage, GroupProgress, Move, ReplicaLost
 from rollout.prompts import PromptStream
 from rollout.staleness import Slot
@@ -59,6 +60,11 @@ class GroupUnderWay(GroupProgress):
     """Agent workers that died while they ran it, together with other groups: it may or may not be the cause."""
 
     @property
+    def source(self) -> str:
+        """The source of its prompt in data.sources, or nothing."""
+        return self.prompt.source
+
+    @property
     def attempt(self) -> Attempt:
         return Attempt(number=self.number, partials=self.partials(), alone=self.alone)
 
@@ -69,12 +75,13 @@ class Rollouter:
     the error. Tokens sampled before a replica was lost, or a run ended, are never sampled again.
 
     Example of the events of one prompt:
-        router.acquire -> buffer.claim -> stream.next -> runner.run_group, which yields ReplicaLost -> fleet.lose
-        -> router.acquire -> Move into the open call: attempt 1 begins with the tokens that attempt 0 had sampled
+        buffer.turn -> router.acquire -> buffer.claim -> stream.next -> runner.run_group, which yields ReplicaLost
+        -> fleet.lose -> router.acquire
+        -> Move into the open call: attempt 1 begins with the tokens that attempt 0 had sampled
         -> the call yields the group -> teacher.score, if there is a teacher -> buffer.put
     """
 
-    stream: PromptStream
+    stream: PromptStream | PromptMixture
     buffer: TrajectoryBuffer
     fleet: ReplicaFleet
     runner: GroupRunner
@@ -90,6 +97,8 @@ class Rollouter:
     replayable: bool = True
     """True where episodes that run again from their beginning hear what was sampled for them before. With false they
     get new answers, and only episodes that wait for another replica go on from their tokens."""
+    sources: Mapping[str, SourceTerms] = field(default_factory=dict)
+    """The terms of each source of data.sources, in place of `sampling`, `group_size` and `replayable`."""
     counters: dict[str, int] = field(init=False)
     """Trajectories. `moved` continued elsewhere from the tokens they had; `restarted` were lost before any token of
     theirs was known."""
@@ -98,6 +107,12 @@ class Rollouter:
         self.counters = {"trajectories_started": 0, "moved": 0, "restarted": 0}
         self._router, self._progress = self.fleet.router, self.fleet.progress
         self._alone = asyncio.Semaphore(ALONE_AT_ONCE)
+        alone = SourceTerms(sampling=self.sampling, group_size=self.group_size, replayable=self.replayable)
+        self._terms = dict(self.sources) or {"": alone}
+
+    def size_of(self, source: str) -> int:
+        """Return the group size of a source."""
+        return self._terms[source].group_size
 
     @property
     def under_way(self) -> dict[int, GroupUnderWay]:
@@ -115,25 +130,27 @@ class Rollouter:
         async with asyncio.TaskGroup() as groups:
             for group in self.under_way.values():
                 self._begin_anew(group)
-                self._start(groups, group, await self._router.acquire(self.group_size))
-            while True:
+                self._start(groups, group, await self._router.acquire(self.size_of(group.source)))
+            # Nobody else claims: a source whose turn it is may claim a slot whenever there is room for its group.
+            while (source := await self.buffer.turn()) is not None:
+                size = self.size_of(source)
                 # Room first, slot second: a slot's staleness counts from its claim, so it must not wait for room.
-                replica = await self._router.acquire(self.group_size)
+                replica = await self._router.acquire(size)
                 slot = None
                 try:
-                    slot = await self.buffer.claim()
+                    slot = await self.buffer.claim(source)
                 finally:
                     if slot is None:
-                        self._router.release(replica, self.group_size)
+                        self._router.release(replica, size)
                 if slot is None:
                     return
                 if replica not in self._router.healthy:  # ejected by the update that freed the slot
-                    self._router.release(replica, self.group_size)
-                    replica = await self._router.acquire(self.group_size)
-                prompt = self.stream.next()
+                    self._router.release(replica, size)
+                    replica = await self._router.acquire(size)
+                prompt = self.stream.next(source)
                 group = GroupUnderWay(ordinal=prompt.ordinal, slot=slot, prompt=prompt)
                 self.register(group)
-                self.counters["trajectories_started"] += self.group_size
+                self.counters["trajectories_started"] += size
                 self.emit(GroupClaimed(ordinal=prompt.ordinal, replica=replica))
                 self._start(groups, group, replica)
 
@@ -145,14 +162,15 @@ class Rollouter:
     def left_over(self) -> list[DiscardedGroup]:
         """Return the groups that were begun and are not needed, because the run was resumed with fewer steps."""
         ready = {group.prompt.ordinal: group for group in self.buffer.ready}
-        ordinals = sorted({*ready, *self.under_way, *self.stream.returned})
+        prompts = {ordinal: self.stream.at(ordinal) for ordinal in self.stream.returned}
+        prompts |= {ordinal: group.prompt for ordinal, group in {**ready, **self.under_way}.items()}
         return [
             DiscardedGroup(
-                prompt=self.stream.at(ordinal),
+                prompt=prompts[ordinal],
                 reason=DiscardReason.unneeded,
                 trajectories=ready[ordinal].trajectories if ordinal in ready else (),
             )
-            for ordinal in ordinals
+            for ordinal in sorted(prompts)
         ]
 
     async def _produce(self, group: GroupUnderWay) -> None:
@@ -169,7 +187,8 @@ class Rollouter:
             except Exception as error:
                 is_failure = self._is_failure(group, error)
                 await self._take_back(group)
-                if is_failure and self.buffer.failures.gives_up(group.ordinal, group.failures, error):
+                failures = self.buffer.failures
+                if is_failure and failures.gives_up(group.ordinal, group.failures, error, group.source):
                     await self.buffer.fail(group.slot, group.prompt, error)
                     return self._end(group, [])
                 self._tell_moved(group, error)
@@ -181,16 +200,17 @@ class Rollouter:
             await self._take_room(group)
 
     def _end(self, group: GroupUnderWay, rewards: list[float]) -> None:
-        self.stream.order.tell(group.ordinal, rewards)
+        self.stream.tell(group.prompt, rewards)
         self._progress.end(group.ordinal)
 
     async def _run(self, group: GroupUnderWay) -> TrajectoryGroup:
         """Run the group in one call to an agent worker, on one replica after another. An episode that ends gives its
         room there back at once, the others when the attempt is over, however it ends."""
         assert group.replica is not None
+        terms = self._terms[group.source]
         try:
             async with aclosing(
-                self.runner.run_group(group.prompt, group.replica, self.sampling, self.group_size, group.attempt)
+                self.runner.run_group(group.prompt, group.replica, terms.sampling, terms.group_size, group.attempt)
             ) as messages:
                 move: Move | None = None
                 while True:
@@ -261,7 +281,7 @@ class Rollouter:
 
     def _begin_anew(self, group: GroupUnderWay) -> None:
         """Restart the episodes in the next call. If replay is allowed, they receive the recorded completions again."""
-        if not self.replayable:
+        if not self._terms[group.source].replayable:
             group.records.clear()
 
     async def _isolate(self, group: GroupUnderWay) -> None:
@@ -278,13 +298,13 @@ class Rollouter:
         then the replica may have older weights than those that sampled the tokens of the group."""
         async with self.updating:
             pass
-        replica = await self._router.acquire(self.group_size)
+        replica = await self._router.acquire(self.size_of(group.source))
         self._place(group, replica)
         return replica
 
     def _place(self, group: GroupUnderWay, replica: str) -> None:
         self._progress.place(group, replica)
-        group.held = self.group_size
+        group.held = self.size_of(group.source)
 
     def _keep_room(self, group: GroupUnderWay, num_open: int) -> None:
         """Give back the room that more than `num_open` episodes have."""
@@ -297,4 +317,4 @@ class Rollouter:
         known = {episode for (episode, _), partial in group.partials().items() if partial.completion.num_tokens}
         self.counters["moved"] += len(known)
         if not all_known:  # the others may have had tokens
-            self.counters["restarted"] += max(0, self.group_size - len(known))
+            self.counters["restarted"] += max(0, self.size_of(group.source) - len(known))

@@ -4,7 +4,7 @@ It is captured between an optimizer step and the freeing of the slots that it wa
 of the stream is in exactly one place: trained, ready, under way, given up, or still to come.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.curriculum.order import CurriculumState, OtherPromptsError
+from rollout.mixture import PromptMixture, places_of
 from rollout.progress import PartialCompletion, TokenRecord
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
@@ -40,6 +41,21 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourceState:
+    """A source of data.sources."""
+
+    group_size: int
+    next_ordinal: int
+    """Prompts that were handed out of it."""
+    trained: int
+    """Groups of it that were trained."""
+    discarded: int
+    """Groups of it that were filtered out, aborted, dropped or given up."""
+    curriculum: CurriculumState | None = None
+    """The state of the order of its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutState:
     prompts_checksum: int
     group_size: int
@@ -58,12 +74,15 @@ class RolloutState:
     """Groups that were trained. None: the checkpoint is from before it was counted."""
     curriculum: CurriculumState | None = None
     """The state of the order of the rows. None: it is uniform, whose ordinals say it all."""
+    sources: dict[str, SourceState] = field(default_factory=dict)
+    """The sources of data.sources by name."""
+    places: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """The source, and the place there, of each ordinal that is under way, ready or returned, with data.sources."""
 
 
 def capture(rollouter: Rollouter) -> RolloutState:
     """Return the state now. The next await may change it."""
     stream, buffer = rollouter.stream, rollouter.buffer
-    live = {*rollouter.under_way, *stream.returned, *(group.prompt.ordinal for group in buffer.ready)}
     return RolloutState(
         prompts_checksum=stream.checksum,
         group_size=rollouter.group_size,
@@ -91,36 +110,79 @@ def capture(rollouter: Rollouter) -> RolloutState:
             **rollouter.counters,
         },
         num_trained=buffer.num_trained,
-        curriculum=stream.order.state(live),
+        curriculum=_captured_curriculum(rollouter),
+        sources=_captured_sources(rollouter),
+        places=_captured_places(rollouter),
     )
+
+
+def _captured_curriculum(rollouter: Rollouter) -> CurriculumState | None:
+    """Return the state of the order of the rows, where the run has one source."""
+    stream = rollouter.stream
+    if isinstance(stream, PromptMixture):
+        return None
+    ready = (group.prompt.ordinal for group in rollouter.buffer.ready)
+    return stream.order.state({*rollouter.under_way, *stream.returned, *ready})
+
+
+def _captured_sources(rollouter: Rollouter) -> dict[str, SourceState]:
+    stream, buffer = rollouter.stream, rollouter.buffer
+    if not isinstance(stream, PromptMixture):
+        return {}
+    orders = stream.order_states(_captured_places(rollouter).values())
+    return {
+        source: SourceState(
+            group_size=rollouter.size_of(source),
+            next_ordinal=ordinal,
+            trained=buffer.trained[source],
+            discarded=buffer.discarded[source],
+            curriculum=orders[source],
+        )
+        for source, ordinal in stream.ordinals.items()
+    }
+
+
+def _captured_places(rollouter: Rollouter) -> dict[int, tuple[str, int]]:
+    stream = rollouter.stream
+    if not isinstance(stream, PromptMixture):
+        return {}
+    groups = [*rollouter.buffer.ready, *rollouter.under_way.values()]
+    return places_of([*(group.prompt for group in groups), *map(stream.at, stream.returned)])
 
 
 def restore(state: RolloutState, rollouter: Rollouter) -> int:
     """Put the state into the new rollouter of a run that resumes after the checkpoint's steps.
 
-    Returns how many groups do not fit, because rollout.max_staleness or algorithm.group_size has changed, or no teacher
-    has scored them; the stream gives their prompts first. Raises OtherPromptsError and LostPromptsError.
+    Returns how many groups do not fit, because rollout.max_staleness, algorithm.group_size or a weight of data.sources
+    has changed, or no teacher has scored them; the stream gives their prompts first. Raises OtherPromptsError and
+    LostPromptsError.
     """
     stream, buffer = rollouter.stream, rollouter.buffer
     if stream.checksum != state.prompts_checksum:
         raise OtherPromptsError("the prompts of the checkpoint are not those of the data and the seed of this run")
-    stream.order.restore(state.curriculum)
-    same_groups = state.group_size == rollouter.group_size
+    if isinstance(stream, PromptMixture):
+        stream.resume({name: source.next_ordinal for name, source in state.sources.items()}, state.places)
+        stream.restore_orders({name: source.curriculum for name, source in state.sources.items()})
+    else:
+        stream.order.restore(state.curriculum)
     returned: list[int] = []
     for ready in state.ready:
         group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)
-        is_whole = same_groups and (rollouter.teacher is None or group.is_taught)
+        is_whole = _has_same_size(state, rollouter, group.prompt.source)
+        is_whole = is_whole and (rollouter.teacher is None or group.is_taught)
         if not (is_whole and buffer.adopt(group)):
             returned.append(ready.ordinal)
     for under_way in state.under_way:
-        slot = buffer.ledger.adopt(under_way.claimed_version) if same_groups else None
+        prompt = stream.at(under_way.ordinal)
+        fits = _has_same_size(state, rollouter, prompt.source)
+        slot = buffer.ledger.adopt(under_way.claimed_version, prompt.source) if fits else None
         if slot is None:
             returned.append(under_way.ordinal)
         else:
             group = GroupUnderWay(
                 ordinal=under_way.ordinal,
                 slot=slot,
-                prompt=stream.at(under_way.ordinal),
+                prompt=prompt,
                 records={key: TokenRecord.of(partial) for key, partial in under_way.partials.items()},
                 failures=under_way.failures,
             )
@@ -133,7 +195,33 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     buffer.num_aborted = state.counters.get("aborted", 0)
     rollouter.counters = {name: state.counters[name] for name in rollouter.counters}
     _require_every_prompt_once(rollouter, state.num_trained)
+    if isinstance(stream, PromptMixture):
+        _require_every_prompt_of_each_source(stream, rollouter, state)
     return len(returned)
+
+
+def _has_same_size(state: RolloutState, rollouter: Rollouter, source: str) -> bool:
+    """Return whether groups of the source have as many trajectories as in the run that is resumed."""
+    before = state.sources[source].group_size if source else state.group_size
+    return before == (rollouter.size_of(source) if source else rollouter.group_size)
+
+
+def _require_every_prompt_of_each_source(stream: PromptMixture, rollouter: Rollouter, state: RolloutState) -> None:
+    """Check for each source what `_require_every_prompt_once` checks for all."""
+    buffer = rollouter.buffer
+    places = [place for ordinal, place in _captured_places(rollouter).items() if ordinal < stream.ordinal]
+    for name, source in state.sources.items():
+        buffer.trained[name], buffer.discarded[name] = source.trained, source.discarded
+        mine = {own for of, own in places if of == name}
+        if source.next_ordinal != len(mine) + source.trained + source.discarded:
+            raise LostPromptsError(
+                f"data.sources.{name}: the rollouts of the checkpoint account for {source.trained} trained prompts, "
+                f"{source.discarded} discarded and {len(mine)} others, of {source.next_ordinal} that were handed out"
+            )
+    if sum(source.next_ordinal for source in state.sources.values()) != stream.ordinal:
+        raise LostPromptsError(
+            f"the sources of the checkpoint have handed out {stream.ordinals}, which are not {stream.ordinal} prompts"
+        )
 
 
 def _require_every_prompt_once(rollouter: Rollouter, num_trained: int | None) -> None:

@@ -5,7 +5,7 @@ Token sequences are numpy arrays, because Ray moves them between processes on on
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Self, TypeVar
@@ -38,8 +38,13 @@ class Prompt:
     ground_truth: str
     """The answer that the reward compares with."""
     data_source: str = ""
+    """The data set that the row says it is from, which evaluations are reported by."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Other columns of the row."""
+    source: str = ""
+    """The name of its source in data.sources; empty where a run has no such."""
+    source_ordinal: int = 0
+    """Place among the prompts of its source, where a run has several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -639,6 +644,16 @@ class EvaluatedPrompt:
     text: str = ""
     """The prompt as the model sees it, after the template."""
     ground_truth: str = ""
+    source: str = ""
+    """The name of its source in data.sources."""
+
+    @property
+    def reported_as(self) -> list[str]:
+        """Return the names under which its scores are reported: of its data set, or, where a run has several sources,
+        of its source and of the data set in it."""
+        if not self.source:
+            return [self.data_source]
+        return [self.source, *([f"{self.source}/{self.data_source}"] if self.data_source else [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -649,6 +664,8 @@ class TrainBatch:
     """The groups by prompt ordinal, so the order of arrival cannot change the arithmetic."""
     masked_tokens: int
     """Response tokens left out of the loss because they were too old (stale policy `mask`)."""
+    trained: Mapping[str, int] = field(default_factory=dict)
+    """The groups of each source of data.sources in all batches of the run up to this one."""
 
 
 def staleness(version: Version, global_steps: int, interval: int = 1) -> Version:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.types import TokenSequence, TrajectoryGroup, staleness
 
@@ -25,11 +26,8 @@ class BatchCheck:
     """
 
     def __init__(self, config: Config):
-        rollout = config.rollout
-        self._max_staleness, self._interval = rollout.max_staleness, config.weight_sync.interval
-        # Other loops may leave a part of what they sampled out of the loss, on purpose.
-        is_harness = rollout.agent is not None or rollout.agent_command is not None
-        self._learns_all = rollout.agent_loop == "single_turn" and not is_harness
+        self._max_staleness, self._interval = config.rollout.max_staleness, config.weight_sync.interval
+        self._learns_all = {source.name: _learns_all(source.config) for source in sources_of(config)}
         self._trained: set[int] = set()
 
     def refuse(self, groups: Sequence[TrajectoryGroup], global_steps: int) -> None:
@@ -47,11 +45,11 @@ class BatchCheck:
         for group in groups:
             for index, trajectory in enumerate(group.trajectories):
                 for sequence in trajectory.sequences:
-                    problem = self._problem(sequence, global_steps)
+                    problem = self._problem(sequence, global_steps, self._learns_all[group.prompt.source])
                     if problem is not None:
                         yield f"prompt {group.prompt.ordinal}, trajectory {index}, {problem}"
 
-    def _problem(self, sequence: TokenSequence, global_steps: int) -> str | None:
+    def _problem(self, sequence: TokenSequence, global_steps: int, learns_all: bool) -> str | None:
         versions, loss_mask = sequence.token_versions(), sequence.loss_mask
         sampled = versions >= 0
         if (nobody := loss_mask & ~sampled).any():
@@ -66,6 +64,12 @@ class BatchCheck:
             token = int(too_old.argmax())
             age = staleness(int(versions[token]), global_steps, self._interval)
             return f"token {token} is {age} versions old, rollout.max_staleness={self._max_staleness}"
-        if self._learns_all and (left_out := sampled & ~loss_mask & ~is_stale).any():
+        if learns_all and (left_out := sampled & ~loss_mask & ~is_stale).any():
             return f"token {int(np.argmax(left_out))} was sampled, and is not in the loss"
         return None
+
+
+def _learns_all(config: Config) -> bool:
+    """Return false for loops that may leave a part of what they sampled out of the loss, on purpose."""
+    is_harness = config.rollout.agent is not None or config.rollout.agent_command is not None
+    return config.rollout.agent_loop == "single_turn" and not is_harness

@@ -250,6 +250,7 @@ class TrainLoop:
         return {
             **group_metrics(batch.groups, credit.advantages, global_steps, self.config.weight_sync.interval),
             **credit.metrics,
+            **{f"sources/{source}/trained_groups": float(number) for source, number in batch.trained.items()},
             "staleness/masked_tokens": float(batch.masked_tokens),
             "perf/groups_per_second": len(batch.groups) / seconds,
         }

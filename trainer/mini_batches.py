@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.mixture import loss_coefficients
 from configs.schema import Config
 from rollout.types import BoolArray, IntArray, TrajectoryGroup
 from trainer.advantages.credit import keeps_idle, loss_weights
@@ -29,9 +30,10 @@ def mini_batched(
     trainer, keep_idle = config.trainer, keeps_idle(config.algorithm)
     owners = owning_groups(groups, tokens)
     parts = _parts(groups, tokens, owners, keep_idle, trainer.mini_batches)
+    weighted = _weighted(tokens, [np.flatnonzero(np.isin(owners, part)) for part in parts], config)
     batch = assemble(
         groups,
-        _weighted(tokens, [np.flatnonzero(np.isin(owners, part)) for part in parts], config),
+        _by_source(weighted, groups, config),
         layout=trainer.layout,
         num_ranks=trainer.data_parallel,
         tokens_per_micro_batch=trainer.tokens_per_micro_batch,
@@ -75,6 +77,21 @@ def _weighted(tokens: TokenSignals, parts: Sequence[NDArray[np.integer]], config
         if ce_weights is not None and tokens.ce_weights is not None:
             ce_weights[part] = tokens.ce_weights[part] / max(1, np.count_nonzero(tokens.ce_weights[part]))
     return replace(tokens, loss_weights=weights, ce_weights=ce_weights)
+
+
+def _by_source(tokens: TokenSignals, groups: Sequence[TrajectoryGroup], config: Config) -> TokenSignals:
+    """Multiply the loss weights of the tokens of each source by its loss_coef (data.sources).
+
+    The objective of an optimizer step becomes the sum over its tokens of loss_coef(source of t) * loss_weight(t) *
+    loss(t), entropy and KL of the token included. The loss weights themselves are those of all sources together: with
+    token_mean, 1 / the number of all tokens. So a coefficient of 0.5 halves the gradient of a source, and changes that
+    of no other.
+    """
+    coefficients = loss_coefficients(config)
+    if all(coefficient == 1 for coefficient in coefficients.values()):
+        return tokens
+    of_groups = np.array([coefficients.get(group.prompt.source, 1.0) for group in groups], np.float32)
+    return replace(tokens, loss_weights=tokens.loss_weights * of_groups[owning_groups(groups, tokens)])
 
 
 def owning_groups(groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> IntArray:

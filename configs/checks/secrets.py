@@ -59,6 +59,7 @@ def secret_problems(config: Config) -> Iterator[Problem]:
         "rollout.engine_args": config.rollout.engine_args,
         "rollout.agent_args": config.rollout.agent_args,
         "data.loader_args": config.data.loader_args,
+        "data.sources": config.data.sources,
     }
     for key, arguments in opaque.items():
         for name in _secret_names(arguments):

@@ -22,6 +22,7 @@ from configs.load import one_line, register
 from configs.validate import ConfigError
 
 UNKNOWN_KEY = re.compile(r"([\w.]+): .*Key '\w+' not in ")
+SOURCES = "data.sources."
 INVALID_VALUE = re.compile(r"([\w.]+)(?:=\w+)?: .*Invalid value '(\w+)'")
 
 
@@ -49,6 +50,7 @@ def compose_job(name: str, overrides: Sequence[str]) -> ComposedJob:
     try:
         with initialize_config_module("configs", version_base="1.3", job_name=name):
             whole = compose(name, overrides=list(overrides), return_hydra_config=True)
+            _refuse_unknown_sources(name, overrides)
             loader = GlobalHydra.instance().config_loader()
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_with_hint(one_line(error))) from error
@@ -57,6 +59,25 @@ def compose_job(name: str, overrides: Sequence[str]) -> ComposedJob:
     with read_write(config), open_dict(config):
         del config["hydra"]
     return ComposedJob(config=config, whole=whole, loader=loader)
+
+
+def _refuse_unknown_sources(name: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for an override of a source that the recipe does not have, beside those that it has: a name
+    that is misspelled would otherwise be one more source."""
+    set_here = {key.split(".")[2] for key in map(_key, overrides) if key.startswith(SOURCES)}
+    if not set_here:
+        return
+    others = [override for override in overrides if not _key(override).lstrip("+~").startswith(SOURCES)]
+    known = list(compose(name, overrides=others).data.sources)
+    if known and (unknown := sorted(set_here - set(known))):
+        raise ConfigError(
+            f"data.sources.{unknown[0]}: there is no such source, only {', '.join(known)}; "
+            f"+data.sources.{unknown[0]}.KEY=VALUE adds one"
+        )
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def expand_folder(arguments: Sequence[str]) -> list[str]:
         content = {"model": {"kind": "hf", "path": str(folder)}}
     elif is_checkpoint(folder):
         content = _content_of_run(folder)
-        _refuse_command_of_folder(content.get("rollout", {}), arguments)
+        _refuse_command_of_folder(content, arguments)
     else:
         raise ConfigError(f"{arguments[0]}: neither a model nor a run with checkpoints (checkpoint.every=0 saves none)")
     ConfigStore.instance().store(group="recipe", name=RECIPE, package="_global_", node=content)
@@ -41,12 +41,19 @@ def expand_folder(arguments: Sequence[str]) -> list[str]:
     return [f"recipe={RECIPE}", sizes, *arguments[1:]]
 
 
-def _refuse_command_of_folder(rollout: Mapping[str, Any], arguments: Sequence[str]) -> None:
+def _refuse_command_of_folder(content: Mapping[str, Any], arguments: Sequence[str]) -> None:
     """Raises ConfigError where the evaluation would run a shell command or a server's command that only the folder
     names: a run folder that somebody sent may hold any."""
     given = {argument.partition("=")[0].lstrip("+") for argument in arguments[1:]}
-    commands = {"rollout.agent_command": rollout.get("agent_command")}
-    commands |= {f"rollout.agent_args.{name}": value for name, value in _commands(rollout.get("agent_args") or {})}
+    sources = (content.get("data") or {}).get("sources") or {}
+    sections = {"rollout": content.get("rollout") or {}}
+    for name, entry in sources.items():
+        sections[f"data.sources.{name}.rollout"] = (entry.get("rollout") if isinstance(entry, Mapping) else None) or {}
+    commands: dict[str, Any] = {}
+    for section, rollout in sections.items():
+        commands[f"{section}.agent_command"] = rollout.get("agent_command")
+        arguments_of_loop = _commands(rollout.get("agent_args") or {})
+        commands |= {f"{section}.agent_args.{name}": value for name, value in arguments_of_loop}
     for key, command in commands.items():
         if command and not any(key == name or key.startswith(f"{name}.") for name in given):
             raise ConfigError(

@@ -24,7 +24,7 @@ RENAMED_VALUES = {("trainer.layout", "shared_prompt"): "tree", ("trainer.layout"
 
 MAIN_SECTIONS = ("trainer", "rollout", "algorithm")
 """The sections that a bare name such as `lr` means first."""
-FREE = ("rollout.engine_args.", "rollout.agent_args.", "data.loader_args.")
+FREE = ("rollout.engine_args.", "rollout.agent_args.", "data.loader_args.", "data.sources.")
 """Sections with keys of other programs, which `configs.validate` checks with their values."""
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 
 import psutil
 
@@ -48,10 +49,15 @@ def end_descendants_with_this() -> None:
     environment has started.
 
     The guard may not know processes that were started in the last few seconds, unless they are in the session of one
-    that it knows, as the children of a reward's process are.
+    that it knows, as the children of a reward's process are. Later calls in the same process do nothing.
     """
+    _start_guard(os.getpid())
+
+
+@cache  # by pid: a process that was forked needs a guard of its own
+def _start_guard(owner: int) -> None:
     subprocess.Popen(
-        [sys.executable, "-m", __name__, str(os.getpid())],
+        [sys.executable, "-m", __name__, str(owner)],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # out of reach of a Ctrl-C
     )

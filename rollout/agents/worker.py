@@ -274,6 +274,7 @@ class AgentWorker:
                 samples=tuple(map(_evaluated, scored)),
                 text=prompt.text,
                 ground_truth=prompt.ground_truth,
+                source=prompt.source,
             )
 
         return await _all(map(ask, prompts))

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
+from configs.mixture import sources_of
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actors.carried import as_raised, carried_errors, carries_errors
@@ -20,7 +21,7 @@ from rollout.actors.collector import collect_rarely
 from rollout.actors.place import Place, own_place
 from rollout.actors.supervisor import ENV, Rotation, Silence, Supervisor, UnwellError, placed
 from rollout.agents.encoding import encode
-from rollout.agents.loop import AgentLoop
+from rollout.agents.loop import AgentLoop, GenerateGroup, close_all
 from rollout.agents.worker import AgentWorker
 from rollout.chat.generation_config import GENERATION_CONFIG
 from rollout.errors import AgentWorkerLostError
@@ -61,7 +62,8 @@ def load_tokenizer(path: str, *, local_only: bool = False) -> Any:
 
 
 class AgentWorkerActor:
-    """An agent worker in a process of its own. Each call brings the replica that it generates on."""
+    """An agent worker in a process of its own, or one for each source of data.sources, with its own agent loop and
+    rewards. Each call brings the replica that it generates on."""
 
     _clock_ahead_s = math.inf
     """The time of this machine's clock after the driver's, at most."""
@@ -80,14 +82,18 @@ class AgentWorkerActor:
         self._watchdog: asyncio.Task[None] | None = None
         self._events = EventLog(is_on=config.trainer.events)
         tokenizer = load_tokenizer(tokenizer_path)
-        self._worker = AgentWorker(
-            config=config,
-            tokenizer=tokenizer,
-            loop=load_loop(config, tokenizer),
-            scorer=load_scorer(config.rollout),
-            replicas={},
-            events=self._events,
-        )
+        self._replicas: dict[str, GenerateGroup] = {}
+        self._workers = {
+            source.name: AgentWorker(
+                config=source.config,
+                tokenizer=tokenizer,
+                loop=load_loop(source.config, tokenizer),
+                scorer=load_scorer(source.config.rollout),
+                replicas=self._replicas,
+                events=self._events,
+            )
+            for source in sources_of(config)
+        }
         for name in noticed:
             logging.getLogger(name).addHandler(Notices(self._events))
         self._moves: dict[int, asyncio.Queue[Move]] = {}
@@ -107,8 +113,8 @@ class AgentWorkerActor:
             await asyncio.sleep(self._log_when_silent_s / Silence.PARTS)
 
     @carries_errors
-    async def call(self, function: Callable[[AgentWorker], T]) -> T:
-        return function(self._worker)
+    async def call(self, function: Callable[[AgentWorker], T], source: str) -> T:
+        return function(self._workers[source])
 
     async def run_group(
         self,
@@ -123,11 +129,12 @@ class AgentWorkerActor:
         ReplicaLost arrives by `move`. `sent_at`: the driver's time."""
         # The way of the call is in it, too: the shortest one says most.
         self._clock_ahead_s = min(self._clock_ahead_s, time.time() - sent_at)
-        self._worker.clock_ahead_s = self._clock_ahead_s
+        worker = self._workers[prompt.source]
+        worker.clock_ahead_s = self._clock_ahead_s
         moves: asyncio.Queue[Move] = asyncio.Queue()
         self._moves[prompt.ordinal] = moves
-        self._worker.replicas[replica.name] = replica
-        messages = self._worker.run_group(prompt, replica.name, sampling, group_size, attempt)
+        self._replicas[replica.name] = replica
+        messages = worker.run_group(prompt, replica.name, sampling, group_size, attempt)
         try:
             with carried_errors():
                 async with aclosing(messages):
@@ -142,7 +149,7 @@ class AgentWorkerActor:
                 del self._moves[prompt.ordinal]
 
     async def move(self, ordinal: int, replica: ReplicaClient, attempt: Attempt) -> None:
-        self._worker.replicas[replica.name] = replica
+        self._replicas[replica.name] = replica
         if ordinal in self._moves:  # otherwise its call has ended meanwhile, of which it tells itself
             self._moves[ordinal].put_nowait(Move(replica.name, attempt))
 
@@ -155,15 +162,17 @@ class AgentWorkerActor:
         num_samples: int,
         attempt: int,
     ) -> list[EvaluatedPrompt]:
-        self._worker.replicas[replica.name] = replica
-        return await self._worker.evaluate(prompts, replica.name, sampling, num_samples, attempt)
+        """Evaluate prompts of one source."""
+        self._replicas[replica.name] = replica
+        worker = self._workers[prompts[0].source]
+        return await worker.evaluate(prompts, replica.name, sampling, num_samples, attempt)
 
     async def events(self) -> EventBatch:
         return self._events.take()
 
     @carries_errors
     async def close(self) -> None:
-        await self._worker.close()
+        await close_all([worker.close for worker in self._workers.values()])
 
 
 class _Worker:
@@ -288,18 +297,21 @@ class AgentWorkerGroup:
     def connect(self, replica: ReplicaClient) -> None:
         self._replicas[replica.name] = replica
 
-    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
+    async def encode(
+        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int, source: str = ""
+    ) -> list[Prompt]:
         def encode_there(worker: AgentWorker) -> list[Prompt]:
             tools = getattr(worker.loop, "prompt_tools", None) or ()
             return encode(worker.tokenizer, rows, template, chat_template, max_tokens, tools)
 
-        return await self.call(encode_there, "encoding prompts")
+        return await self.call(encode_there, "encoding prompts", source)
 
-    async def call(self, function: Callable[[AgentWorker], T], what: str) -> T:
-        """Call the function in the process of a worker. It may block, because nothing else runs there yet."""
+    async def call(self, function: Callable[[AgentWorker], T], what: str, source: str = "") -> T:
+        """Call the function in the process of a worker, with that of a source of data.sources. It may block, because
+        nothing else runs there yet."""
         worker = await self._rotation.next()
         async with within(self._start_timeout_s, "rollout.start_timeout_s", f"{what} in {worker.name}"):
-            return await worker.answer(worker.actor.call.remote(function))
+            return await worker.answer(worker.actor.call.remote(function, source))
 
     async def close(self) -> None:
         """Close the agent loops. The run has ended, so errors are only logged."""
@@ -360,7 +372,8 @@ class AgentWorkerGroup:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
-        """Run an evaluation. Raises AgentWorkerLostError. The next call must have another `attempt`."""
+        """Run an evaluation of prompts of one source. Raises AgentWorkerLostError. The next call must have another
+        `attempt`."""
         async with self._borrowed(prompts[0].ordinal, alone=False) as worker:
             with worker.running([prompt.ordinal for prompt in prompts]):
                 call = worker.actor.evaluate.remote(prompts, self._replicas[replica], sampling, num_samples, attempt)

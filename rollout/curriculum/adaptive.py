@@ -120,8 +120,12 @@ class Adaptive:
         self._chooser.cursor = state.cursor
 
 
-def make_order(config: Config, rows: Sequence[Prompt]) -> Order:
-    """Return the order of these rows. Raises ValueError for rows without the column that it needs."""
+def make_order(config: Config, rows: Sequence[Prompt], share: float = 1.0) -> Order:
+    """Return the order of these rows. Raises ValueError for rows without the column that it needs.
+
+    Args:
+        share: the part of the trained groups that they make, if there are other sources of prompts.
+    """
     curriculum, seed = config.data.curriculum, config.seed
     name = curriculum.order
     if name == "uniform":
@@ -137,6 +141,6 @@ def make_order(config: Config, rows: Sequence[Prompt]) -> Order:
             chooser = Retry(len(rows), seed, curriculum.retry_after)
         case _:
             chooser = Custom(name, find("data.curriculum.order", name, ORDER_PARAMETERS), rows)
-    half_life = curriculum.half_life * config.trainer.prompts_per_step
+    half_life = curriculum.half_life * config.trainer.prompts_per_step * share
     passes = PassRates(len(rows), half_life, pools)
     return Adaptive(name, chooser, passes, seed=seed, pass_reward=curriculum.pass_reward)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -16,8 +16,8 @@ from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingPara
 logger = logging.getLogger(__name__)
 OnLost = Callable[[str, BaseException], Awaitable[object]]
 Ask = Callable[[Sequence[Prompt], str, SamplingParams, int, int], Awaitable[list[EvaluatedPrompt]]]
-"""Runs so many episodes of each prompt on a replica. The last argument differs in every call, so that request ids are
-unique."""
+"""Runs so many episodes of each prompt on a replica; the prompts are of one source. The last argument differs in every
+call, so that request ids are unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class Evaluation:
     @property
     def metrics(self) -> dict[str, float]:
         """The scores of k samples per prompt: val/<data source>/avg@k, pass@k and maj@k, or val/avg@k and so on where
-        rows name no source. With one sample these are all the same: it is avg@1 of each source, where there are
-        several."""
+        rows name no source. With data.sources, val/<source>/avg@k and val/<source>/<data source>/avg@k. With one sample
+        these are all the same: it is avg@1 of each source, where there are several."""
         num_samples = len(self.prompts[0].samples)
         by_source = scores_by_source(self.prompts, [num_samples])
         if num_samples == 1 and len(by_source) == 1:
@@ -94,6 +94,8 @@ class Evaluator:
     failures: FailureBudget
     on_lost: OnLost
     """Called with a replica that was lost during an evaluation; raises when too few are left."""
+    sources: Mapping[str, SamplingParams] = field(default_factory=dict)
+    """The sampling of each source of data.sources, in place of `sampling`."""
     num_requests: int = field(default=0, init=False)
 
     async def evaluate(self, on: Sequence[str] | None = None, *, pinned: bool = True) -> Evaluation:
@@ -118,7 +120,9 @@ class Evaluator:
                 raise answer
             prompts += answer
         evaluation = Evaluation(prompts=tuple(sorted(prompts, key=lambda prompt: prompt.ordinal)), pinned=pinned)
-        self.failures.count_rewards(sample.error for sample in evaluation.samples)
+        for source in {prompt.source: None for prompt in evaluation.prompts}:
+            mine = (prompt for prompt in evaluation.prompts if prompt.source == source)
+            self.failures.count_rewards((sample.error for prompt in mine for sample in prompt.samples), source)
         if not evaluation.versions:
             error = next((sample.error for sample in evaluation.samples if sample.error is not None), None)
             why = "" if error is None else f"; the first sample failed with {error}"
@@ -133,7 +137,22 @@ class Evaluator:
         return left
 
     async def _ask(self, index: int, share: Sequence[Prompt], left: list[str] | None) -> list[EvaluatedPrompt]:
-        """`left`: the pinned replicas that no share has lost."""
+        """Ask the prompts of a share, source by source, so that no more are asked at a time than of one source.
+
+        Args:
+            left: the pinned replicas that no share has lost.
+        """
+        by_source: dict[str, list[Prompt]] = {}
+        for prompt in share:
+            by_source.setdefault(prompt.source, []).append(prompt)
+        answers: list[EvaluatedPrompt] = []
+        for source, prompts in by_source.items():
+            answers += await self._ask_source(index, prompts, self.sources.get(source, self.sampling), left)
+        return answers
+
+    async def _ask_source(
+        self, index: int, share: Sequence[Prompt], sampling: SamplingParams, left: list[str] | None
+    ) -> list[EvaluatedPrompt]:
         while True:
             replicas = await self._usable_replicas(left)
             replica = replicas[index % len(replicas)]
@@ -141,7 +160,7 @@ class Evaluator:
             self.num_requests += len(share) * self.num_samples
             try:
                 async with self.router.visit(replica):
-                    return await self.ask(share, replica, self.sampling, self.num_samples, attempt)
+                    return await self.ask(share, replica, sampling, self.num_samples, attempt)
             except AgentWorkerLostError as error:
                 logger.warning("%d held-out prompts are asked again: %s", len(share), error)
             except ReplicaLostError as error:

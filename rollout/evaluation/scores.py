@@ -37,10 +37,12 @@ def majority_accuracy(samples: Sequence[EvaluatedSample]) -> float:
 
 def scores_by_source(prompts: Sequence[EvaluatedPrompt], ks: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return data_source -> {"avg@n", "pass@k" for k in ks, "maj@n"}, means over its prompts, each of which has n
-    samples. maj@n is left out where no sample has an answer: that reward reads none."""
+    samples. maj@n is left out where no sample has an answer: that reward reads none. With data.sources, a source is one
+    entry, and each data set in it another, as `EvaluatedPrompt.reported_as` names them."""
     by_source: dict[str, list[tuple[EvaluatedSample, ...]]] = {}
     for prompt in prompts:
-        by_source.setdefault(prompt.data_source, []).append(prompt.samples)
+        for name in prompt.reported_as:
+            by_source.setdefault(name, []).append(prompt.samples)
     return {source: _scores(some, ks) for source, some in by_source.items()}
 
 

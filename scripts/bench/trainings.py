@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.schema import Config, PauseMode
 from scripts.launch.cluster import cluster, resolve_device
-from scripts.launch.data import load_rows
+from scripts.launch.data import load_sources
 from scripts.launch.start import StartedRun, Starter, owner
 from trainer.tracking.console import PlainConsole
 from trainer.worker.recovery import RecoveringUpdater, RecoveringWorkers
@@ -31,7 +31,7 @@ async def started_run(config: Config, run_dir: Path, **parts: Any) -> AsyncItera
             console = PlainConsole(config.trainer.total_steps, log)
             try:
                 starter = Starter(
-                    config=config, device=device, run_dir=run_dir, rows=load_rows(config), console=console, **parts
+                    config=config, device=device, run_dir=run_dir, rows=load_sources(config), console=console, **parts
                 )
                 yield await starter.start()
             finally:

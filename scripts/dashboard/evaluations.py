@@ -35,7 +35,7 @@ def evaluation(run: Run, version: int, which: str = "all", text: str = "", offse
     read = run.evaluation(version)
     sources: defaultdict[str, list[SampleRecord]] = defaultdict(list)
     for sample in read.records:
-        sources[sample.data_source].append(sample)
+        sources[_whence(sample)].append(sample)
     wanted = text.casefold()
     chosen = [sample for sample in read.records if _is_chosen(sample, which) and wanted in _words(sample)]
     offset = max(0, offset)
@@ -56,8 +56,13 @@ def _is_chosen(sample: SampleRecord, which: str) -> bool:
     return which == "all" or (sample.accuracy >= 1) == (which == "right")
 
 
+def _whence(sample: SampleRecord) -> str:
+    """Return the source in data.sources and the data set of a sample, as far as there are any."""
+    return "/".join(filter(None, (sample.source, sample.data_source)))
+
+
 def _words(sample: SampleRecord) -> str:
-    return "\n".join((sample.data_source, sample.prompt, sample.response, sample.ground_truth)).casefold()
+    return "\n".join((_whence(sample), sample.prompt, sample.response, sample.ground_truth)).casefold()
 
 
 def _source(name: str, samples: list[SampleRecord]) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def _row(sample: SampleRecord) -> dict[str, Any]:
     return {
         "ordinal": sample.ordinal,
         "index": sample.index,
-        "source": sample.data_source,
+        "source": _whence(sample),
         "prompt": shortened(sample.prompt),
         "response": shortened(sample.response),
         "truth": shortened(sample.ground_truth),

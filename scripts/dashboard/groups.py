@@ -110,6 +110,7 @@ def discarded(run: Run, offset: int = 0) -> Any:
             if not isinstance(record, str):
                 row = {
                     "ordinal": record.ordinal,
+                    "source": record.source,
                     "reason": record.reason,
                     "error": record.error,
                     "step": record.global_steps,
@@ -152,7 +153,7 @@ def group_row(ordinal: int, entries: Sequence[Entry]) -> dict[str, Any]:
     return {
         "ordinal": ordinal,
         "prompt": rows[0].prompt,
-        "source": rows[0].data_source,
+        "source": rows[0].whence,
         "size": len(rows),
         "reward": fmean(rewards) if rewards else None,
         "std": pstdev(rewards) if rewards else None,

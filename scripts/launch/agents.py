@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from configs.mixture import sources_of
 from configs.named_agents import NAMED_AGENTS
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -42,9 +43,11 @@ def start_agents(
 def refuse_without_agent(config: Config) -> None:
     """Raise ConfigError where this machine, on which agents run, has not the program of the agent that rollout.agent
     names. The machines of a cluster are asked when their agent workers start."""
-    agent = NAMED_AGENTS.get(config.rollout.agent or "")
-    if agent is not None and config.ray.address is None and agent.problem is not None:
-        raise ConfigError(f"rollout.agent={agent.name}: {agent.problem}")
+    for source in sources_of(config):
+        agent = NAMED_AGENTS.get(source.config.rollout.agent or "")
+        if agent is not None and config.ray.address is None and agent.problem is not None:
+            whose = f"data.sources.{source.name}: " if source.name else ""
+            raise ConfigError(f"{whose}rollout.agent={agent.name}: {agent.problem}")
 
 
 def load_loop(config: Config, tokenizer: Any) -> AgentLoop:
@@ -61,7 +64,10 @@ def load_loop(config: Config, tokenizer: Any) -> AgentLoop:
 
 async def check_chat_template(config: Config, agents: AgentWorkerGroup) -> str | None:
     """Return what is wrong with the model's chat template for the sessions of a harness."""
-    return await agents.call(_find_problem, "looking at the template") if is_harness(config) else None
+    for source in sources_of(config):
+        if is_harness(source.config):
+            return await agents.call(_find_problem, "looking at the template", source.name)
+    return None
 
 
 def _find_problem(worker: AgentWorker) -> str | None:

@@ -1,7 +1,11 @@
 """The rows of a run, from files or generated, and their prompts."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS
 from configs.data import Generated, OverlongPrompts
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.agents.encoding import PromptError
 from rollout.agents.worker_group import AgentWorkerGroup
@@ -9,10 +13,49 @@ from rollout.curriculum.levels import ColumnError, levels_of
 from rollout.data import rows
 from rollout.data.sources import DataError
 from rollout.environments.search.world import Question, World
+from rollout.mixture import joined
 from rollout.prompts import Row
 from rollout.types import Prompt
 from scripts.launch.models import generated_problems, world_questions
 from trainer.tracking.console import Console
+
+Rows = tuple[list[Row], list[Row] | None]
+"""The training rows and the held-out rows, where None holds nothing out."""
+
+
+def load_sources(config: Config) -> dict[str, Rows]:
+    """Return the rows of each source by name, which is empty without data.sources. Raises DataError for data that
+    cannot be read, and names its source."""
+    every: dict[str, Rows] = {}
+    for source in sources_of(config):
+        with naming(source.name):
+            every[source.name] = load_rows(source.config)
+    return every
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Put the name of a source of data.sources in front of the DataErrors of the block."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"data.sources.{source}: {error}" if source else str(error)) from error
+
+
+async def encode_sources(
+    config: Config, encoder: AgentWorkerGroup, name: str, rows: Mapping[str, list[Row]], console: Console
+) -> list[Prompt]:
+    """Encode the rows of every source as `encode_rows` does. Return the prompts of all, source by source."""
+    if not config.data.sources:
+        return await encode_rows(config, encoder, name, rows[""], console)
+    encoded: list[tuple[str, list[Prompt]]] = []
+    for source in sources_of(config):
+        if source.name in rows:
+            with naming(source.name):
+                own = rows[source.name]
+                prompts = await encode_rows(source.config, encoder, f"{source.name} {name}", own, console, source.name)
+                encoded.append((source.name, prompts))
+    return joined(encoded)
 
 
 def load_rows(config: Config) -> tuple[list[Row], list[Row] | None]:
@@ -41,6 +84,16 @@ def _check_curriculum(config: Config, train: list[Row]) -> None:
         raise DataError(f"{train[error.place].place}: {error}; data.curriculum.key names the column") from error
 
 
+def held_out_sources(config: Config) -> dict[str, list[Row]]:
+    """Return the held-out rows of each source that holds some out. Raises DataError."""
+    every: dict[str, list[Row]] = {}
+    for source in sources_of(config):
+        if source.config.data.holds_out or not source.name:
+            with naming(source.name):
+                every[source.name] = held_out_rows(source.config)
+    return every
+
+
 def held_out_rows(config: Config) -> list[Row]:
     """Return the held-out rows. Raises DataError for data that cannot be read."""
     if config.data.val_share is not None:
@@ -49,16 +102,16 @@ def held_out_rows(config: Config) -> list[Row]:
 
 
 async def encode_rows(
-    config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console
+    config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console, source: str = ""
 ) -> list[Prompt]:
-    """Encode the rows, and report how many prompts are too long.
+    """Encode the rows of a source, and report how many prompts are too long. `config`: the source's own.
 
     Raises:
         DataError: a row cannot be made a prompt, a prompt is too long and may not be left out, or none is left.
     """
     data = config.data
     try:
-        kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens)
+        kept = await encoder.encode(rows, data.prompt_template, data.chat_template, data.max_prompt_tokens, source)
     except PromptError as error:
         raise DataError(str(error)) from error
     num_too_long, limit = len(rows) - len(kept), f"data.max_prompt_tokens={data.max_prompt_tokens}"

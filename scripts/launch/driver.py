@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.agents.loop import is_replayable
 from rollout.buffer import make_buffer
@@ -16,6 +17,7 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import FleetMonitor, HealthMonitor
 from rollout.fleet.operator import FleetOperator
+from rollout.mixture import PromptMixture, SourceTerms, Turns
 from rollout.prompts import PromptStream
 from rollout.replica.lifecycle import FleetMember
 from rollout.rollouter import GroupRunner, Rollouter
@@ -32,7 +34,7 @@ def make_fleet(
     seats = rollout.max_num_seqs * rollout.data_parallel_size
     fleet = ReplicaFleet(
         replicas,
-        max_inflight(seats, config.algorithm.group_size, rollout.episodes_per_seat),
+        max_inflight(seats, largest_group(config), rollout.episodes_per_seat),
         rollout.min_replicas,
         report,
         max_replacements=rollout.max_replacements,
@@ -85,7 +87,7 @@ def make_rollouter(
     buffer = make_buffer(config, global_steps)
     buffer.emit = emit
     return Rollouter(
-        stream=PromptStream(rows, config.seed, order=make_order(config, rows)),
+        stream=make_stream(config, rows),
         buffer=buffer,
         emit=emit,
         fleet=fleet,
@@ -96,7 +98,33 @@ def make_rollouter(
         group_timeout_s=config.rollout.group_timeout_s,
         teacher=teacher,
         replayable=is_replayable(config),
+        sources={source.name: terms_of(source.config) for source in sources_of(config) if source.name},
     )
+
+
+def make_stream(config: Config, rows: Sequence[Prompt]) -> PromptStream | PromptMixture:
+    """Return the stream of the prompts, with data.sources that of all sources."""
+    if not config.data.sources:
+        return PromptStream(rows, config.seed, order=make_order(config, rows))
+    sources = sources_of(config)
+    turns, streams = Turns({source.name: source.weight for source in sources}), dict[str, PromptStream]()
+    for source in sources:
+        own = [prompt for prompt in rows if prompt.source == source.name]
+        order = make_order(source.config, own, float(turns.share(source.name)))
+        streams[source.name] = PromptStream(own, config.seed, order=order)
+    return PromptMixture(streams)
+
+
+def terms_of(config: Config) -> SourceTerms:
+    """Return how the groups of a source are sampled. `config`: its own."""
+    return SourceTerms(
+        sampling=training_sampling(config), group_size=config.algorithm.group_size, replayable=is_replayable(config)
+    )
+
+
+def largest_group(config: Config) -> int:
+    """Return the largest group size of all sources."""
+    return max(source.config.algorithm.group_size for source in sources_of(config))
 
 
 def training_sampling(config: Config) -> SamplingParams:
@@ -109,6 +137,17 @@ def training_sampling(config: Config) -> SamplingParams:
         max_tokens=rollout.max_response_tokens,
         stop=tuple(rollout.stop),
         seed=config.seed if rollout.seeded_sampling else None,
+    )
+
+
+def evaluation_sampling(config: Config) -> SamplingParams:
+    evaluation = config.evaluation
+    return SamplingParams(
+        temperature=evaluation.temperature,
+        top_p=evaluation.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        stop=tuple(config.rollout.stop),
+        seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
     )
 
 
@@ -126,13 +165,8 @@ def make_evaluator(
         prompts=rows,
         router=router,
         ask=ask,
-        sampling=SamplingParams(
-            temperature=evaluation.temperature,
-            top_p=evaluation.top_p,
-            max_tokens=config.rollout.max_response_tokens,
-            stop=tuple(config.rollout.stop),
-            seed=config.seed if config.rollout.seeded_sampling and evaluation.temperature > 0 else None,
-        ),
+        sampling=evaluation_sampling(config),
+        sources={source.name: evaluation_sampling(source.config) for source in sources_of(config) if source.name},
         num_samples=evaluation.samples,
         timeout_s=evaluation.timeout_s,
         failures=failures,

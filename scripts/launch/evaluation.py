@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.evaluation.evaluator import Evaluation
 from rollout.evaluation.scores import scores_by_source
@@ -14,7 +15,7 @@ from rollout.failures import FailureBudget
 from rollout.router import ReplicaRouter
 from scripts.launch.agents import start_agents
 from scripts.launch.cluster import cluster, set_up_in
-from scripts.launch.data import encode_rows, held_out_rows
+from scripts.launch.data import encode_sources, held_out_sources
 from scripts.launch.driver import make_evaluator
 from scripts.launch.serving import start_replicas
 from trainer.tracking.console import PlainConsole
@@ -26,7 +27,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str, Any]:
     """Evaluate once. Returns the content of evaluation.json. Any error is raised after every process has ended."""
-    rows = held_out_rows(config)  # malformed data is an error before anything starts
+    rows = held_out_sources(config)  # malformed data is an error before anything starts
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
     async with cluster(config, device), AsyncExitStack() as stack:
@@ -38,7 +39,7 @@ async def evaluate_model(config: Config, device: str, run_dir: Path) -> dict[str
             set_up_in(run_dir, config.ray),
         )
         stack.push_async_callback(agents.close)
-        encoded = await encode_rows(config, agents, "held-out", rows, console)
+        encoded = await encode_sources(config, agents, "held-out", rows, console)
         router = ReplicaRouter([replica.name for replica in replicas], config.rollout.max_num_seqs)
         failures = FailureBudget(
             num_trajectories=len(encoded) * config.evaluation.samples,
@@ -60,8 +61,7 @@ def make_report(
 ) -> dict[str, Any]:
     return {
         "model": model_path,
-        "val_files": config.data.val_files or _held_out_part(config),
-        "reward": config.rollout.reward,
+        **_what_is_asked(config),
         "evaluation": asdict(config.evaluation),
         "num_prompts": evaluation.num_prompts,
         "mean_response_tokens": evaluation.mean_response_tokens,
@@ -73,13 +73,25 @@ def make_report(
         "prompts": [
             {
                 "ordinal": prompt.ordinal,
-                "data_source": prompt.data_source,
+                "data_source": prompt.reported_as[-1],
                 "accuracies": [sample.accuracy for sample in prompt.samples],
                 "answers": [sample.answer for sample in prompt.samples],
             }
             for prompt in evaluation.prompts
         ],
     }
+
+
+def _what_is_asked(config: Config) -> dict[str, Any]:
+    """Return the held-out set and the reward, or those of each source of data.sources."""
+    every = {
+        source.name: {
+            "val_files": source.config.data.val_files or _held_out_part(source.config),
+            "reward": source.config.rollout.reward,
+        }
+        for source in sources_of(config)
+    }
+    return {"sources": every} if config.data.sources else every[""]
 
 
 def _held_out_part(config: Config) -> str | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.checkpoint import is_checkpoint
 from configs.data import Generated
+from configs.mixture import longest_source, sources_of
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
 from configs.rollout import Speculation, SpeculativeConfig
 from configs.runtime.deadline import within
@@ -25,6 +26,7 @@ from rollout.data.arithmetic import Problem
 from rollout.engines.base import EngineSpec, ServedAdapter
 from rollout.environments.search.world import Question, World
 from rollout.environments.solver import TOOLS
+from rollout.mixture import Turns
 from scripts.launch.nodes import driver_task
 from trainer.checkpoint.store import CheckpointError, checkpoint_at
 from trainer.tracking.console import Console
@@ -41,17 +43,19 @@ REPORT_EVERY = 50
 """Warm-up steps between two lines of progress."""
 SEARCH_VOCAB_SIZE = 1088
 """Room for the words of an episode and the syllables of names: a name is as many tokens as it has syllables."""
+MIXED_VOCAB_SIZE = 1600
+"""Room for the words and names of all that is generated, and for the frames of calls, which are a token each."""
 WARMUP_THREADS = 2
 """Replicas and train workers start during the warm-up and then wait for it, so that two cores are free for it."""
 
 
 def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
-    rollout = config.rollout
+    rollout, longest = config.rollout, longest_source(config)
     return EngineSpec(
         model_path=model_path,
         device=device,
         dtype=rollout.dtype.value,
-        max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_model_len=longest.data.max_prompt_tokens + longest.rollout.max_response_tokens,
         max_position_embeddings=config.model.max_position_embeddings,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
@@ -144,7 +148,7 @@ async def policy_model(config: Config, boot_path: str, console: Console, kept: P
 def chat_template(config: Config) -> str | None:
     """Return a chat template in Jinja, for a tiny model whose tokenizer has none: answers end with the end-of-sequence
     token, and data.prompt_template is around what else is said."""
-    if config.model.kind is not ModelKind.tiny or config.data.generated is Generated.calculator:
+    if config.model.kind is not ModelKind.tiny or config.data.sources or config.data.generated is Generated.calculator:
         return None
     before, _, after = (json.dumps(part) for part in config.data.prompt_template.partition("{question}"))
     cases = {
@@ -213,6 +217,8 @@ def _warmup_spec(config: Config) -> "WarmupSpec":
 
     model = config.model
     size = ModelSize(hidden_size=model.hidden_size, num_layers=model.num_layers, num_experts=model.num_experts)
+    if config.data.sources:  # what ends a turn is in the demonstrations, as it differs between them
+        return WarmupSpec(seed=config.seed, size=size, is_chat=True, has_eos=False, vocab_size=MIXED_VOCAB_SIZE)
     match config.data.generated:
         case Generated.arithmetic:
             return WarmupSpec(seed=config.seed, size=size)
@@ -226,13 +232,36 @@ def _demonstrations(config: Config) -> "list[Demonstration]":
     """Return the answers that the tiny model is warmed up on: data.demonstrations, or right answers and then sloppy
     ones."""
     batch_size = _warmup_spec(config).batch_size
+    if config.data.sources:
+        return _mixed_demonstrations(config, config.model.warmup_steps * batch_size, batch_size)
+    return _demonstrations_of(config, config.model.warmup_steps * batch_size, batch_size)
+
+
+def _mixed_demonstrations(config: Config, count: int, batch_size: int) -> "list[Demonstration]":
+    """Return demonstrations of all sources, which take turns by their weights. Where the policy ends a turn by itself,
+    it says so by the token that ends the turns of a chat."""
+    from trainer.tiny.chat import END
+
+    sources = sources_of(config)
+    turns = Turns({source.name: source.weight for source in sources})
+    placed: list[tuple[int, Demonstration]] = []
+    for source in sources:
+        ends = END if source.config.data.generated is not Generated.search_world else ""
+        mine = _demonstrations_of(source.config, turns.groups(source.name, count), batch_size)
+        for number, texts in enumerate(mine):
+            ended = tuple(text + ends if place % 2 else text for place, text in enumerate(texts))
+            placed.append((turns.place(source.name, number), ended))
+    return [texts for _, texts in sorted(placed, key=lambda entry: entry[0])]
+
+
+def _demonstrations_of(config: Config, count: int, batch_size: int) -> "list[Demonstration]":
+    """Return so many demonstrations of a source, of which whole batches are of right answers."""
     if config.data.demonstrations is not None:
         make = find("data.demonstrations", config.data.demonstrations, ("num", "seed"), named=config.data.loader_args)
-        episodes = make(config.model.warmup_steps * batch_size, config.seed, **config.data.loader_args)
+        episodes = make(count, config.seed, **config.data.loader_args)
         return [(_prompt(config, question), *rest) for question, *rest in episodes]
-    num_clean = int(config.model.warmup_steps * CLEAN_SHARE) * batch_size
-    num_sloppy = config.model.warmup_steps * batch_size - num_clean
-    numbers = {"num_clean": num_clean, "num_sloppy": num_sloppy, "seed": config.seed}
+    num_clean = int(count // batch_size * CLEAN_SHARE) * batch_size
+    numbers = {"num_clean": num_clean, "num_sloppy": count - num_clean, "seed": config.seed}
     if config.data.generated is Generated.search_world:
         world = World()
         episodes = search_world.demonstrations(world, world_questions(config, world)[0], **numbers)

@@ -26,6 +26,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.checkpoint import is_checkpoint
+from configs.mixture import sources_of
 from configs.runtime.dotted import find_file
 from configs.runtime.environment import FORWARDED, PYTHON_PATH, REPO_ROOT, forwarded_environment, take_environment
 from configs.runtime.network import find_interface
@@ -223,6 +224,19 @@ def name_of(node: Node) -> str:
 # -- what is looked for, and what differs ------------------------------------------------------------------------------
 
 
+def _own_code(config: Config) -> dict[str, str | None]:
+    """Return the keys that may name a user's code, of each source of data.sources."""
+    return {
+        f"data.sources.{source.name}.rollout.{key}" if source.name else f"rollout.{key}": value
+        for source in sources_of(config)
+        for key, value in (
+            ("reward", source.config.rollout.reward),
+            ("agent", source.config.rollout.agent),
+            ("agent_loop", source.config.rollout.agent_loop),
+        )
+    }
+
+
 def make_question(config: Config, run_dir: Path) -> Question:
     secret, directory = secrets.token_hex(8), config.weight_sync.directory
     shared = {"hydra.run.dir": run_dir} | ({} if directory is None else {"weight_sync.directory": Path(directory)})
@@ -233,9 +247,7 @@ def make_question(config: Config, run_dir: Path) -> Question:
         "teacher.path": config.teacher.path,
     }
     texts = {
-        "rollout.reward": config.rollout.reward,
-        "rollout.agent": config.rollout.agent,
-        "rollout.agent_loop": config.rollout.agent_loop,
+        **_own_code(config),
         "algorithm.loss": config.algorithm.loss,
     }
     paths = filter(None, [config.model.path, config.teacher.path])

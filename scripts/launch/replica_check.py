@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from configs.mixture import longest_source
 from configs.runtime.deadline import within
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -130,7 +131,8 @@ class ReplicaCheck:
 
     @property
     def _max_tokens(self) -> int:
-        return self.config.data.max_prompt_tokens + self.config.rollout.max_response_tokens
+        longest = longest_source(self.config)
+        return longest.data.max_prompt_tokens + longest.rollout.max_response_tokens
 
     # -- after updates -------------------------------------------------------------------------------------------------
 

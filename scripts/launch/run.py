@@ -27,7 +27,7 @@ from scripts.command.command import ending_early
 from scripts.command.resume import ROLLOUTS, Resumed
 from scripts.launch.cluster import cluster
 from scripts.launch.conversations import load_all
-from scripts.launch.data import load_rows
+from scripts.launch.data import load_sources
 from scripts.launch.driver import make_evaluator, make_rollouter
 from scripts.launch.head import Head
 from scripts.launch.leaving_nodes import LeavingNodes
@@ -53,7 +53,7 @@ async def run(  # noqa: PLR0913
     events: DriverEvents = NO_EVENTS,
 ) -> dict[str, Any]:
     """Run from the first process to the summary, and return it. An error is raised after every process has ended."""
-    rows = load_rows(config)  # malformed data is an error before anything starts
+    rows = load_sources(config)  # malformed data is an error before anything starts
     conversations = load_all(config) if config.algorithm.ce_coef else None
     listener = listen(config.serve.host, config.serve.port) if config.serve.enabled else None
     release_all(config.weight_sync, owner(run_dir))  # weights that a killed process of this run left behind
@@ -237,7 +237,7 @@ class Training:
 
     async def _fleet_gauges(self) -> dict[str, float]:
         """Return the metrics of the replicas of the policy and of the teacher, and of the order of the prompts."""
-        gauges = await self.started.control.gauges() | self.rollouter.stream.order.gauges()
+        gauges = await self.started.control.gauges() | self.rollouter.stream.gauges()
         return gauges if self.started.teacher is None else gauges | self.started.teacher.teacher.gauges()
 
     async def _evaluate(self, global_steps: int, when: str) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from configs.checks.sandbox import needs_sandbox
+from configs.mixture import Source, sources_of
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -13,9 +14,11 @@ from rollout.environments.sandbox.sandboxes import provide
 def refuse_without_sandboxes(config: Config) -> None:
     """Raise ConfigError where this machine, on which agents run, cannot start the sandboxes that the config needs, or
     where they would see the tests. The machines of a cluster are asked when their agent workers start."""
-    if not needs_sandbox(config):
+    sources = sources_of(config)
+    if not any(needs_sandbox(source.config) for source in sources):
         return
-    _refuse_shown_data(config)
+    for source in sources:
+        _refuse_shown_data(source)
     if config.ray.address is None:
         try:
             check_backend(config.sandbox)
@@ -23,7 +26,8 @@ def refuse_without_sandboxes(config: Config) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _refuse_shown_data(config: Config) -> None:
+def _refuse_shown_data(source: Source) -> None:
+    config, whose = source.config, f"data.sources.{source.name}: " if source.name else ""
     if config.sandbox.backend is not SandboxBackend.bubblewrap or config.sandbox.image is not None:
         return
     for key, entries in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
@@ -31,7 +35,9 @@ def _refuse_shown_data(config: Config) -> None:
             path = Path(entry.strip().partition("@")[0]).expanduser()
             if entry.strip() and path.exists() and is_shown(path):
                 folder = "a folder that sandboxes see, with the tests in it"
-                raise ConfigError(f"data.{key}={entry.strip()}: is in {folder}: move it out, or set sandbox.image")
+                raise ConfigError(
+                    f"{whose}data.{key}={entry.strip()}: is in {folder}: move it out, or set sandbox.image"
+                )
 
 
 def prepare_sandboxes(config: Config) -> None:

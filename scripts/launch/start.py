@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 from ray.util.placement_group import PlacementGroup
 
 from configs.checkpoint import CHECKPOINTS, INITIAL_MODEL
+from configs.data import NO_FILES
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actors.place import own_place
@@ -24,7 +25,6 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import FleetMonitor
 from rollout.fleet.operator import FleetOperator
-from rollout.prompts import Row
 from rollout.replica.lifecycle import ReplicaState
 from rollout.replica.replica_group import ReplicaActor, ReplicaHandle
 from rollout.types import Prompt
@@ -32,8 +32,8 @@ from scripts.command.resume import Resumed
 from scripts.launch.agents import check_chat_template, start_agents
 from scripts.launch.cluster import set_up_in
 from scripts.launch.conversations import Both, encode_conversations
-from scripts.launch.data import encode_rows
-from scripts.launch.driver import make_fleet, make_monitor_and_operator
+from scripts.launch.data import Rows, encode_sources
+from scripts.launch.driver import largest_group, make_fleet, make_monitor_and_operator
 from scripts.launch.models import adapter_spec, boot_model, engine_spec, policy_model, serves_adapter
 from scripts.launch.nodes import check_nodes
 from scripts.launch.placement import Placement, reserve
@@ -55,7 +55,7 @@ from weight_sync.transports.registry import make_sender
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """The rows of the run, in tokens."""
+    """The rows of the run, in tokens, with data.sources source by source."""
 
     train: list[Prompt]
     held_out: list[Prompt] | None
@@ -107,8 +107,8 @@ class Starter:
     config: Config
     device: str
     run_dir: Path
-    rows: tuple[list[Row], list[Row] | None]
-    """The training rows and the held-out rows."""
+    rows: Mapping[str, Rows]
+    """The rows of each source (`load_sources`)."""
     console: Console
     conversations: Both | None = None
     """The conversations that are learned beside the rollouts."""
@@ -247,12 +247,13 @@ class Starter:
     async def _encode(self, agents: AgentWorkerGroup, boot_path: str) -> EncodedRows:
         """Encode the rows. Also warn of a chat template that sessions cannot handle well."""
         config, console = self.config, self.console
-        train = await encode_rows(config, agents, "train", self.rows[0], console)
-        held_out = None
-        if self.rows[1] is None:
-            console.message(f"held-out: none (data.val_files={config.data.val_files}), so nothing is evaluated")
-        else:
-            held_out = await encode_rows(config, agents, "held-out", self.rows[1], console)
+        rows = {source: train for source, (train, _) in self.rows.items()}
+        train = await encode_sources(config, agents, "train", rows, console)
+        rows = {source: held_out for source, (_, held_out) in self.rows.items() if held_out is not None}
+        held_out = await encode_sources(config, agents, "held-out", rows, console) if rows else None
+        for source in self.rows.keys() - rows.keys():
+            whose, files = (f"{source} " if source else ""), config.data.val_files or NO_FILES
+            console.message(f"{whose}held-out: none (data.val_files={files}), so nothing is evaluated")
         if (problem := await check_chat_template(config, agents)) is not None:
             console.message(f"warning: {problem}")
         demonstrations = None
@@ -299,7 +300,7 @@ def run_started(config: Config, global_steps: int) -> RunStarted:
         global_steps=global_steps,
         total_steps=config.trainer.total_steps,
         prompts_per_step=config.trainer.prompts_per_step,
-        group_size=config.algorithm.group_size,
+        group_size=largest_group(config),
         max_staleness=config.rollout.max_staleness,
         num_replicas=config.rollout.num_replicas,
         num_ranks=config.trainer.num_ranks,

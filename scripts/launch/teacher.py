@@ -9,6 +9,7 @@ from typing import Any
 from ray.util.placement_group import PlacementGroup
 
 from configs.checkpoint import is_checkpoint
+from configs.mixture import longest_source
 from configs.runtime.deadline import within
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -25,7 +26,7 @@ from rollout.replica.replica_group import ReplicaHandle
 from rollout.router import max_inflight
 from rollout.teacher.teacher import Teacher
 from rollout.types import FloatArray, IntArray
-from scripts.launch.driver import make_monitor_and_operator
+from scripts.launch.driver import largest_group, make_monitor_and_operator
 from scripts.launch.models import exported, made
 from scripts.launch.nodes import driver_task
 from scripts.launch.replicas import ReplicaStarter
@@ -59,7 +60,7 @@ async def start_teacher(
     await asyncio.gather(*map(load, replicas))
     fleet = ReplicaFleet(
         replicas,
-        max_inflight(config.teacher.max_num_seqs, config.algorithm.group_size),
+        max_inflight(config.teacher.max_num_seqs, largest_group(config)),
         config.teacher.min_replicas,
         starter.report,
         serving=VERSION,
@@ -92,12 +93,12 @@ async def _score_on(replica: Replica, sequences: Sequence[IntArray]) -> list[Flo
 
 def teacher_spec(config: Config, device: str, path: str) -> EngineSpec:
     """Return the spec of an engine that only scores. It generates nothing, so nothing is compiled for it."""
-    teacher = config.teacher
+    teacher, longest = config.teacher, longest_source(config)
     return EngineSpec(
         model_path=path,
         device=device,
         dtype=teacher.dtype.value,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens + 1,  # vLLM samples a token
+        max_model_len=longest.data.max_prompt_tokens + longest.rollout.max_response_tokens + 1,  # vLLM samples a token
         max_position_embeddings=teacher.max_position_embeddings,
         max_num_seqs=teacher.max_num_seqs,
         kv_cache_bytes=None if teacher.kv_cache_mb is None else teacher.kv_cache_mb * 2**20,

@@ -8,6 +8,7 @@ from urllib.parse import urljoin
 import httpx
 
 from configs.data import Generated
+from configs.mixture import sources_of
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.environments.search.retrievers import what_is_searched
@@ -23,6 +24,11 @@ def check_world(config: Config, needed_files: Sequence[str]) -> None:
     Raises:
         ConfigError: the retriever searches another world than data.generated=search_world asks about.
     """
+    for source in sources_of(config):
+        _check_source(source.config, needed_files)
+
+
+def _check_source(config: Config, needed_files: Sequence[str]) -> None:
     is_asked_about = any(getattr(config.data, name) is None for name in needed_files)
     retriever = config.rollout.agent_args.get("retriever")
     if config.data.generated is not Generated.search_world or not is_asked_about or not isinstance(retriever, Mapping):

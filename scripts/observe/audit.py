@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from scripts.observe.files import RunError, each_record
 from scripts.observe.proof import Proof, ProofReport
 from scripts.observe.row_audit import RowAudit
 from scripts.observe.run import Run
+from scripts.observe.source_audit import Share, SourceAudit, SourceCounts, shares_of
 from scripts.observe.token_audit import TokenAudit, TokenCounts
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.set_aside import SET_ASIDE
@@ -62,6 +63,8 @@ class Plan:
     total_steps: int
     prompts_per_step: int
     group_size: int
+    shares: Mapping[str, Share]
+    """The sources of data.sources by name; empty without such."""
     interval: int
     max_staleness: int
     bounds_tokens: bool
@@ -82,6 +85,7 @@ class Plan:
             total_steps=trainer.total_steps,
             prompts_per_step=trainer.prompts_per_step,
             group_size=config.algorithm.group_size,
+            shares=shares_of(config),
             interval=config.weight_sync.interval,
             max_staleness=rollout.max_staleness,
             bounds_tokens=rollout.stale_policy != StalePolicy.mask.value,
@@ -95,6 +99,10 @@ class Plan:
             advantages=AdvantageRule.of(config),
             is_uniform=config.data.get("curriculum", {}).get("order", "uniform") == "uniform",
         )
+
+    def size_of(self, source: str) -> int:
+        """Return the group size of a source."""
+        return self.shares[source].group_size if source in self.shares else self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +188,19 @@ class Audit:
     tokens: TokenCounts
     proof: ProofReport
     coverage: CoverageCounts
+    sources: Mapping[str, SourceCounts]
+    """The counts of each source of data.sources."""
     findings: tuple[str, ...]
     """A sentence for everything that is missing, damaged or contradicts what the run counted."""
     notes: tuple[str, ...]
     """A sentence for every window of prompts in which the trained ones are not as long as the claimed ones, because
     the config allows it."""
+
+    @property
+    def _by_source(self) -> str:
+        """The trained prompts of each source in words; nothing where there is one."""
+        counts = ", ".join(f"{count.trained} of {source}" for source, count in self.sources.items())
+        return f"trained prompts by source: {counts}; " if counts else ""
 
     @property
     def sentence(self) -> str:
@@ -196,7 +212,7 @@ class Audit:
         return (
             f"audit: {self.steps} steps, {self.trajectories} trajectories of {self.prompts} prompts, {self.discarded} "
             f"discarded, {self.lost} lost, {self.twice} trained twice, staleness at most {self.max_staleness}"
-            f"{'' if self.evaluations else ', no evaluation'}; "
+            f"{'' if self.evaluations else ', no evaluation'}; {self._by_source}"
             f"{checked} trained tokens held against what was sampled{without}; a chain of {self.proof.steps} steps "
             f"with the link {self.proof.link[:16]}; {findings}{notes}"
         )
@@ -224,6 +240,8 @@ class _Discarded:
     reason: str
     trajectories: list[TrajectoryEnded] = field(default_factory=list)
     row: int | None = None
+    source: str = ""
+    source_ordinal: int = 0
 
 
 class _Auditor:
@@ -239,6 +257,7 @@ class _Auditor:
         self._steps_by_ordinal: Counter[int] = Counter()
         self._again: set[int] = set()
         self._coverage = CoverageAudit(plans.last.prompts_per_step)
+        self._sources = SourceAudit()
         self._masks_sampled = False  # a sampled token was left out of the loss, as a user's agent loop may do
         self._trajectories = self._descending = self._newer = self._stalest = self._missing = 0
         self._num_logged = Counter(line["step"] for line in logged if "timing_s/step" in line)
@@ -250,13 +269,16 @@ class _Auditor:
         self._tokens = TokenAudit(self._run.folder, max(first - 1, self._plans.unrecorded_until))
         for step in range(first, last + 1):
             self._audit_step(step)
+            if first == 1:
+                self._audit_shares(step)
         self._findings += self._tokens.findings()
         self._findings += self._proof.findings(first, last, has_ended=self._summary is not None)
         if checkpoints:
             self._findings += self._proof.findings_of_checkpoints()
         self._audit_names(last)
         discarded = self._audit_discarded()
-        self._findings += self._rows.findings(is_uniform=first == 1 and self._plans.last.is_uniform)
+        has_one_order = self._plans.last.is_uniform and not self._plans.last.shares
+        self._findings += self._rows.findings(is_uniform=first == 1 and has_one_order)
         for step, line in self._evaluated.items():
             self._audit_evaluation(step, line)
         lost = set(range(max(self._steps_by_ordinal, default=-1) + 1)) - set(self._steps_by_ordinal) - set(discarded)
@@ -267,6 +289,8 @@ class _Auditor:
             if lost:
                 self._find(f"{len(lost)} prompts were neither trained nor discarded: {_some(lost)}")
         notes, coverage = self._audit_coverage(first)
+        if self._summary is not None and first == 1:
+            self._findings += self._sources.findings(self._plans.last.shares)
         if self._again:
             self._find(f"{len(self._again)} prompts were trained twice: {_some(self._again)}")
         return Audit(
@@ -285,6 +309,7 @@ class _Auditor:
             tokens=self._tokens.counts(),
             proof=self._proof.report(),
             coverage=coverage,
+            sources=self._sources.counts(),
             findings=tuple(self._findings),
             notes=tuple(notes),
         )
@@ -369,6 +394,8 @@ class _Auditor:
             self._rows.take(record.ordinal, record.row)
         for ordinal, group in groups.items():
             self._coverage.take_trained(step, ordinal, group, plan.terms)
+            its = group[0]
+            self._sources.take(its.source, its.source_ordinal, ordinal=ordinal, row=its.row, trained=True)
         indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
         self._steps_by_ordinal.update(indices.keys())
         self._again |= {ordinal for ordinal in indices if self._steps_by_ordinal[ordinal] > 1}
@@ -376,9 +403,19 @@ class _Auditor:
         if len(indices) != plan.prompts_per_step:
             self._find(f"step {step} has {len(indices)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
         for ordinal, some in indices.items():
-            if sorted(some) != list(range(plan.group_size)):
-                there = f"trajectories {sorted(some)}, algorithm.group_size={plan.group_size}"
+            size = plan.size_of(groups[ordinal][0].source)
+            if sorted(some) != list(range(size)):
+                there = f"trajectories {sorted(some)}, algorithm.group_size={size}"
                 self._find(f"step {step}: prompt {ordinal} has {there}")
+
+    def _audit_shares(self, step: int) -> None:
+        """Find a source that is a whole group away from its share of the groups trained so far. Other weights before a
+        resume leave nothing to compare."""
+        plan = self._plans.for_step(step)
+        every = [self._plans.last, *(before for _, before in self._plans.earlier)]
+        if any((other.shares, other.prompts_per_step) != (plan.shares, plan.prompts_per_step) for other in every):
+            return
+        self._findings += self._sources.findings_of_step(step, plan.shares, plan.prompts_per_step)
 
     def _audit_versions(self, step: int, records: Sequence[TrajectoryRecord]) -> int:
         """Return the largest staleness of the step."""
@@ -459,7 +496,10 @@ class _Auditor:
                     self._rows.take(record.ordinal, record.row)
                     if record.ordinal not in self._steps_by_ordinal:
                         reasons[record.ordinal] = record.reason
-                        self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, terms)
+                        its = replace(terms, group_size=self._plans.for_step(step).size_of(record.source))
+                        self._coverage.take_discarded(step, record.ordinal, record.reason, record.trajectories, its)
+                        place, row = record.source_ordinal, record.row
+                        self._sources.take(record.source, place, ordinal=record.ordinal, row=row, trained=False)
             except OSError as error:
                 self._find(f"{DISCARDED}/{path.name} cannot be read: {error}")
         return reasons

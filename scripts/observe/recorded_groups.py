@@ -165,6 +165,8 @@ def _prompt(record: TrajectoryRecord, trajectories: Sequence[Trajectory]) -> Pro
         token_ids=tuple(first.tolist()),
         ground_truth=record.ground_truth,
         data_source=record.data_source,
+        source=record.source,
+        source_ordinal=record.source_ordinal,
     )
 
 

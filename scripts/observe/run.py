@@ -252,6 +252,7 @@ class Row(msgspec.Struct, frozen=True):
     ordinal: int
     index: int
     data_source: str = ""
+    source: str = ""
     prompt: str = ""
     reward: float | None = None
     advantage: float | None = None
@@ -262,6 +263,11 @@ class Row(msgspec.Struct, frozen=True):
     began: float = 0.0
     generate_s: float = 0.0
     reward_s: float = 0.0
+
+    @property
+    def whence(self) -> str:
+        """The prompt's source in data.sources and its data set, as far as there are any: search/2_hop."""
+        return "/".join(filter(None, (self.source, self.data_source)))
 
     @property
     def tokens(self) -> int:

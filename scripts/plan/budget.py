@@ -1,5 +1,6 @@
 """The work and the memory of a run, as far as they can be computed before it starts."""
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from configs.validate import ConfigError
 from scripts.plan.machine import Machine, format_bytes, list_parts, refusals, this_machine
@@ -27,12 +28,17 @@ MOST_IN_A_BYTE = 256
 def work_parts(config: Config, num_rows: int | None) -> dict[str, str]:
     """Describe what one step and the whole run train on. `num_rows` is the size of the training set, None where it
     is missing."""
-    algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
-    trajectories = trainer.prompts_per_step * algorithm.group_size
+    algorithm, trainer = config.algorithm, config.trainer
+    sources = sources_of(config)
+    total = sum(source.weight for source in sources)
+    sizes = [source.weight / total * source.config.algorithm.group_size for source in sources]
+    trajectories = round(trainer.prompts_per_step * sum(sizes))
+    longest = [source.config.rollout.max_response_tokens for source in sources]
+    most = round(trainer.prompts_per_step * sum(size * tokens for size, tokens in zip(sizes, longest, strict=True)))
+    most_of_prompt = max(source.config.data.max_prompt_tokens for source in sources)
     prompts = trainer.total_steps * trainer.prompts_per_step
     parts = {
-        "step": f"{trajectories} trajectories, at most {trajectories * rollout.max_response_tokens:,} sampled tokens "
-        f"and {config.data.max_prompt_tokens} prompt tokens each",
+        "step": f"{trajectories} trajectories, at most {most:,} sampled tokens and {most_of_prompt} prompt tokens each",
         "loss": f"{algorithm.loss}, {(algorithm.loss_aggregation or algorithm.default_aggregation).value}, "
         f"correction {algorithm.correction.value}, entropy {algorithm.entropy_coef:g}, KL {algorithm.kl_loss_coef:g}",
         "optimizer": f"AdamW, lr {trainer.lr:g} after {num_warmup_steps(trainer)} steps, "
@@ -52,8 +58,14 @@ def travel_parts(config: Config, shape: ModelShape | None) -> dict[str, str]:
         return {}
     is_wide = shape is not None and shape.mixture is not None and shape.mixture.num_experts > MOST_IN_A_BYTE
     kept_bytes, route_bytes = KEPT_ID_BYTES * (1 + kept) if kept else 0, chosen * (2 if is_wide else 1)
-    responses = config.algorithm.group_size * config.rollout.max_response_tokens
-    group = responses * (TOKEN_BYTES + kept_bytes + route_bytes) + config.data.max_prompt_tokens * route_bytes
+    sources = sources_of(config)
+    total = sum(source.weight for source in sources)
+    group = 0.0  # on average over the sources
+    for source in sources:
+        its, share = source.config, source.weight / total
+        responses = its.algorithm.group_size * its.rollout.max_response_tokens
+        group += share * responses * (TOKEN_BYTES + kept_bytes + route_bytes)
+        group += share * its.data.max_prompt_tokens * route_bytes
     slots = (config.rollout.max_staleness + 1) * config.weight_sync.interval * config.trainer.prompts_per_step
     parts = [f"{TOKEN_BYTES} bytes of every sampled token"]
     parts += [f"at most {kept_bytes:,} of what sampling kept"] if kept else []

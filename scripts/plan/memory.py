@@ -6,8 +6,9 @@ What Python and the libraries take comes on top: about 0.5 GB of host memory and
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from configs.mixture import longest_source, sources_of
 from configs.model import LoraServing, names_experts
-from configs.rollout import MOST_KEPT, TIES
+from configs.rollout import MOST_KEPT, TIES, RolloutConfig
 from configs.schema import Config, DType, Staging, Transport
 from configs.trainer import CHUNK_LOGITS, GradientCheckpointing
 from scripts.plan.model_shape import LayerShape, Mixture, ModelShape
@@ -197,7 +198,10 @@ def _merged_experts(config: Config, mixture: Mixture) -> int:
 
 def kept_at_most(config: Config) -> int:
     """Return the number of tokens that truncated sampling may leave to draw a token from; 0 where all are left."""
-    rollout = config.rollout
+    return max(_kept_at_most(source.config.rollout) for source in sources_of(config))
+
+
+def _kept_at_most(rollout: RolloutConfig) -> int:
     if rollout.num_replicas == 0 or (rollout.top_p, rollout.top_k, rollout.min_p) == (1, -1, 0):
         return 0
     return (MOST_KEPT if rollout.top_k == -1 else rollout.top_k) + TIES
@@ -226,7 +230,8 @@ def advice_for_activations(config: Config) -> str:
 
 def _row(config: Config) -> int:
     """Tokens of the longest sequence."""
-    sampled = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = longest_source(config)
+    sampled = longest.data.max_prompt_tokens + longest.rollout.max_response_tokens
     return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
 
 

@@ -1,10 +1,11 @@
 """The plan of a command in words, for `dry_run=true`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from configs.algorithm import DISTILLATION
 from configs.checks.sections import missing_data
+from configs.mixture import sources_of
 from configs.schema import Config, Layout
 from scripts.launch.cluster import has_gpu, needed_resources
 from scripts.launch.conversations import conversations_sentence
@@ -42,7 +43,11 @@ def plan(command: str, config: Config, device: str, run_dir: Path, needed_files:
             parts["sft"] = f"{config.sft.per_step} per step: {conversations_sentence(config)}"
     parts["held_out"] += "" if num_held_out is None else f", {num_held_out:,} prompts"
     lines = [f"{name.replace('_', ' '):>11}: {parts[name]}" for name in PARTS[command].split() if name in parts]
-    missing = [problem.line(config) for problem in missing_data(config, needed_files)]
+    missing = [
+        f"data.sources.{source.name}: {line}" if source.name else line
+        for source in sources_of(config)
+        for line in (problem.line(source.config) for problem in missing_data(source.config, needed_files))
+    ]
     if device == "cuda" and config.ray.address is None and not has_gpu():
         missing.append("device=cuda: nvidia-smi lists no GPU on this machine")
     missing += [warning for warning in warnings if warning is not None]
@@ -58,8 +63,8 @@ def served_parts(config: Config, device: str) -> dict[str, str]:
     per_replica = f"{gpus:g} GPU(s)" if device == "cuda" else "CPU"
     return {
         "model": model.path or f"made here, {model.tiny_size}, {model.warmup_steps} warm-up steps",
-        "held_out": _held_out(config),
-        "samples": f"{evaluation.samples} per prompt, {how}, reward {rollout.reward}",
+        "held_out": _by_source(config, _held_out),
+        "samples": f"{evaluation.samples} per prompt, {how}, {_by_source(config, _reward)}",
         "replicas": f"{rollout.num_replicas} x vLLM {rollout.dtype.value} on {per_replica}, "
         f"{rollout.max_num_seqs} trajectories at once each",
         "gateway": f"http://{serve.host}:{serve.port}, control {'with' if serve.require_token else 'without'} a token",
@@ -69,9 +74,11 @@ def served_parts(config: Config, device: str) -> dict[str, str]:
 def training_parts(config: Config, device: str) -> dict[str, str]:
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     slots = (rollout.max_staleness + 1) * config.weight_sync.interval * trainer.prompts_per_step
-    steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {algorithm.group_size} trajectories"
+    sources = sources_of(config)
+    sizes = sorted({source.config.algorithm.group_size for source in sources})
+    size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    steps = f"{trainer.total_steps} steps of {trainer.prompts_per_step} prompts x {size} trajectories"
     claims = needed_resources(config, device).items()
-    agent = rollout.agent or rollout.agent_command or rollout.agent_loop
     learned = algorithm.advantage + (", groups of equal rewards replaced" if algorithm.filter_groups else "")
     teacher_memory = {}
     if config.teacher.path is not None:
@@ -79,16 +86,35 @@ def training_parts(config: Config, device: str) -> dict[str, str]:
         term = f"{algorithm.teacher_coef:g} x (log p_teacher - log mu)"
         learned += f": {term}" if algorithm.advantage == DISTILLATION else f", plus {term}"
     return teacher_memory | {
-        "prompts": _prompts(config),
+        "prompts": _by_source(config, _prompts),
         "cluster": config.ray.address or "started on this machine",
         "claims": ", ".join(f"{count} {name}" for name, count in claims if count),
         "trainer": f"{trainer.num_ranks} x FSDP {trainer.dtype.value} on {device}, {ROWS[trainer.layout]}"
         + (f", each shared by {trainer.sequence_parallel} ranks" if trainer.sequence_parallel > 1 else ""),
-        "agents": f"{rollout.num_agent_workers} worker(s), {agent}, reward {rollout.reward}",
+        "agents": f"{rollout.num_agent_workers} worker(s), {_by_source(config, _agent)}",
         "advantage": learned,
         "training": f"{steps}, update of the replicas every {config.weight_sync.interval}",
         "staleness": f"at most {rollout.max_staleness} versions ({slots} slots), then {rollout.stale_policy.value}",
     }
+
+
+def _by_source(config: Config, describe: Callable[[Config], str]) -> str:
+    """Describe a part of each source, with its share of the groups where there are several."""
+    sources = sources_of(config)
+    if not config.data.sources:
+        return describe(config)
+    total = sum(source.weight for source in sources)
+    parts = (f"{source.name} ({source.weight / total:.0%}): {describe(source.config)}" for source in sources)
+    return "; ".join(parts)
+
+
+def _agent(config: Config) -> str:
+    rollout = config.rollout
+    return f"{rollout.agent or rollout.agent_command or rollout.agent_loop}, {_reward(config)}"
+
+
+def _reward(config: Config) -> str:
+    return f"reward {config.rollout.reward}"
 
 
 def _prompts(config: Config) -> str:

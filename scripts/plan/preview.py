@@ -15,15 +15,16 @@ from typing import Any
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS, TRAIN_AND_VAL, missing_data
+from configs.mixture import sources_of
 from configs.rollout import ToolPlace
 from configs.runtime.environment import PYTHON_PATH
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
-from rollout.agents.loop import load_agent_loop
+from rollout.agents.loop import is_harness, load_agent_loop
 from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.agents.worker_group import load_tokenizer
 from rollout.chat.append_only import append_only
-from scripts.launch.data import held_out_rows, load_rows
+from scripts.launch.data import held_out_sources, load_sources
 from scripts.launch.models import untrained_tiny_model
 from scripts.launch.teacher import refuse_another_tokenizer
 from trainer.checkpoint.store import CheckpointError, checkpoint_at
@@ -44,22 +45,35 @@ PARSER_NAMES = "import json; from rollout.engines.vllm.parsers import parser_nam
 
 def count_rows(config: Config, needed_files: Sequence[str]) -> tuple[int | None, int | None]:
     """(training, held-out) rows, each None where it is not needed or missing. Raises DataError for a malformed row."""
-    if not needed_files or any(missing_data(config, needed_files)):
+    if not needed_files or any(any(missing_data(source.config, needed_files)) for source in sources_of(config)):
         return None, None
     if tuple(needed_files) == TRAIN_AND_VAL:
-        train, held_out = load_rows(config)
-        return len(train), None if held_out is None else len(held_out)
-    return None, len(held_out_rows(config))
+        every = load_sources(config).values()
+        held_out = [len(rows) for _, rows in every if rows is not None]
+        return sum(len(train) for train, _ in every), sum(held_out) if held_out else None
+    return None, sum(map(len, held_out_sources(config).values()))
 
 
 def check_agent_loop(config: Config) -> str | None:
-    """Make the agent loop as an agent worker does. Return the reason if that is not possible here. Raise ConfigError
-    for an invalid agent loop, and for tools that cannot run or be shown as the config says."""
+    """Make the agent loop of each source as an agent worker does. Return the reason if that is not possible here. Raise
+    ConfigError for an invalid agent loop, and for tools that cannot run or be shown as the config says."""
+    for source in sources_of(config):
+        try:
+            why = _check_agent_loop_of(source.config, config)
+        except ConfigError as error:
+            raise ConfigError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from error
+        if why is not None:
+            return why
+    return None
+
+
+def _check_agent_loop_of(config: Config, run: Config) -> str | None:
+    """Check the agent loop of one source. `config`: its own; `run`: that of all sources, which makes the model."""
     if config.rollout.agent_loop in BUILT_IN_AGENT_LOOPS:
         return None
     key = f"rollout.agent_loop={config.rollout.agent_loop}: "
     try:
-        tokenizer = load_policy_tokenizer(config)
+        tokenizer = load_policy_tokenizer(run)
     except (OSError, ValueError) as error:
         return f"{key}not made, for want of the tokenizer: {_line(error)}"
     try:
@@ -86,8 +100,7 @@ def refuse_agent_loop(config: Config) -> None:
     """Raise the ConfigError of `check_agent_loop`, before Ray and vLLM start. Another process makes the loop, which
     takes the libraries of the tokenizer; that takes seconds, and so it does only where the loop may contradict a
     key."""
-    may_contradict = not config.data.chat_template or config.rollout.tools_run_in is ToolPlace.process
-    if config.rollout.agent_loop in BUILT_IN_AGENT_LOOPS or not may_contradict:
+    if not any(_may_contradict(source.config) for source in sources_of(config)):
         return
     with contextlib.suppress(subprocess.TimeoutExpired):  # an agent worker will tell
         checked = subprocess.run(
@@ -101,14 +114,24 @@ def refuse_agent_loop(config: Config) -> None:
             raise ConfigError(checked.stderr.decode().rpartition(MARK)[2])
 
 
+def _may_contradict(config: Config) -> bool:
+    is_own = config.rollout.agent_loop not in BUILT_IN_AGENT_LOOPS
+    return is_own and (not config.data.chat_template or config.rollout.tools_run_in is ToolPlace.process)
+
+
 def chat_template_of_sessions(config: Config) -> str | None:
     """Describe how sessions will fare with the model's chat template; None without a harness. Raises ConfigError
     where the model has no template that sessions can use."""
+    with_harness = [source.config for source in sources_of(config) if is_harness(source.config)]
+    return _template_for(with_harness[0], config) if with_harness else None
+
+
+def _template_for(config: Config, run: Config) -> str:
+    """Describe how the sessions of one source will fare. `config`: its own; `run`: that of all sources."""
     key = "agent" if config.rollout.agent is not None else "agent_command"
-    if (harness := config.rollout.agent or config.rollout.agent_command) is None:
-        return None
+    harness = config.rollout.agent or config.rollout.agent_command
     try:
-        tokenizer = load_policy_tokenizer(config)
+        tokenizer = load_policy_tokenizer(run)
     except (OSError, ValueError) as error:
         return f"chat template: not looked at, for want of the tokenizer: {_line(error)}"
     try:
@@ -157,6 +180,11 @@ def _loaded(path: str) -> Any:
 def check_parsers(config: Config) -> None:
     """Raise ConfigError for a session parser that vLLM does not have. Another process asks vLLM, because importing vLLM
     takes ten seconds and changes the environment of the process."""
+    for source in sources_of(config):
+        _check_parsers_of(source.config)
+
+
+def _check_parsers_of(config: Config) -> None:
     parsers = {"tool_parser": config.sessions.tool_parser, "reasoning_parser": config.sessions.reasoning_parser}
     if not any(parsers.values()):
         return

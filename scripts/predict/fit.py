@@ -89,6 +89,8 @@ def fit(runs: Sequence[MeasuredRun]) -> Profile:
         engine, trainer = fit_engine(views, slowdown) or engine, _fit_trainer(runs, slowdown)
     if not engine.is_spread:
         assumed.append(f"batches of all sizes take as measured around {engine.batch:.0f} requests, the only size seen")
+    if any((run.config.get("data") or {}).get("sources") for run in runs):
+        assumed.append("the sources (data.sources) are one, with groups of algorithm.group_size and all their episodes")
     cores = _cores(slowdown, runs, assumed)
     assumed.append("the KV cache is large enough for max_num_seqs requests")
     assumed.append("n ranks train a batch in 1/n of the time that depends on its tokens")

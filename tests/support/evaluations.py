@@ -45,7 +45,9 @@ class FakeEvaluationRunner:
             )
             for index in range(num_samples)
         ]
-        return EvaluatedPrompt(ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(samples))
+        return EvaluatedPrompt(
+            ordinal=prompt.ordinal, data_source=prompt.data_source, samples=tuple(samples), source=prompt.source
+        )
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9)

@@ -64,7 +64,10 @@ class FakeStream:
         self.ordinal = 0
         self.order = FakeOrder()
 
-    def next(self) -> Prompt:
+    def tell(self, prompt: Prompt, rewards: list[float]) -> None:
+        self.order.tell(prompt.ordinal, rewards)
+
+    def next(self, source: str = "") -> Prompt:
         self.ordinal += 1
         return make_prompt(self.ordinal - 1)
 

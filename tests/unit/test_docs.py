@@ -237,6 +237,7 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("given", sorted(set(training_commands())), ids=" ".join)
 def test_commands_that_train_are_not_refused(given: tuple[str, ...]) -> None:
@@ -262,6 +263,7 @@ def tokenizers() -> dict[tuple[object, ...], Any]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("heads", snippet_heads())
 def test_every_snippet_has_a_form_that_runs_on_a_laptop(

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 ORDER = {
     "rollout": [
         *("errors", "request_ids", "events", "actors", "failures"),
-        *("types", "staleness", "curriculum", "prompts", "progress", "sampled_tokens", "buffer"),
+        *("types", "staleness", "curriculum", "prompts", "mixture", "progress", "sampled_tokens", "buffer"),
         *("chat", "rewards", "engines", "replica", "router", "http", "fleet"),
         *("agents", "sessions", "environments", "data", "teacher", "evaluation"),
         *("rollouter", "snapshot"),

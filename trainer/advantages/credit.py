@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import DISTILLATION, OPTIMAL_BASELINE, RETURN_ADVANTAGES
+from configs.mixture import longest_response
 from configs.schema import AlgorithmConfig, Config
 from rollout.types import BoolArray, FloatArray, IntArray, Trajectory, TrajectoryGroup
 from trainer.advantages.estimators import Float64Array, group_advantages, load_estimator
@@ -130,7 +131,7 @@ def loss_weights(trajectories: IntArray, config: Config) -> FloatArray:
     """[T] -> [T]: the weights of tokens that take an optimizer step together, by their trajectories' numbers."""
     algorithm = config.algorithm
     aggregation = algorithm.loss_aggregation or algorithm.default_aggregation
-    horizon = algorithm.loss_horizon or config.rollout.max_response_tokens
+    horizon = algorithm.loss_horizon or longest_response(config)
     return aggregation_weights(trajectories, aggregation, horizon)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AddedToken,
     GenerationConfig,
@@ -41,6 +41,7 @@ VOCAB_SIZE = 512
 CHAT_VOCAB_SIZE = 1024
 CHAT_CORPUS = 2000
 """Conversations that a chat tokenizer is trained on at most: their texts are long, and repeat themselves soon."""
+JSON_OR_WORD = r"""\{".*"|"?\}+|'s| ?\p{L}+| ?[^\s\p{L}{}]+|\s+(?!\S)|\s+"""
 VOCAB_MULTIPLE = 64
 EXPERTS_PER_TOKEN = 2
 
@@ -65,7 +66,8 @@ def build_tokenizer(corpus: Iterable[str], vocab_size: int = VOCAB_SIZE) -> PreT
     Every byte is a token, so any text survives encode and decode unchanged, and nothing is ever `<unk>`. Each digit is
     a token of its own: a model this small cannot learn arithmetic over merged numbers. No special tokens are added.
     """
-    return _trained(corpus, SPECIAL_TOKENS, vocab_size, splits_words=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return _trained(corpus, SPECIAL_TOKENS, vocab_size, [words])
 
 
 def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -75,10 +77,26 @@ def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
     Between digits and control tokens, whatever the corpus repeats is one token, however long it is: the description of
     a tool, or the frame of a call. A turn ends with the end of sequence.
     """
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _trained_for_chats(corpus, CHAT_VOCAB_SIZE, [whole])
+
+
+def build_mixed_tokenizer(corpus: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer for demonstrations of which some are chats, with their template and control tokens.
+
+    Words are split as by `build_tokenizer`, so that names are made of known pieces. A run of JSON up to the next digit
+    is a word, too: the description of a tool, or the frame of a call, is one token where the corpus repeats it.
+    """
+    pieces = pre_tokenizers.Split(Regex(JSON_OR_WORD), behavior="isolated")
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _trained_for_chats(corpus, vocab_size, [pieces, whole])
+
+
+def _trained_for_chats(corpus: Iterable[str], vocab_size: int, words: list[Any]) -> PreTrainedTokenizerFast:
     control = re.compile("|".join(map(re.escape, (chat.START, chat.END, *chat.TAGS))))
     texts = (text for conversation in islice(corpus, CHAT_CORPUS) for text in control.split(conversation))
     pad, bos, _, unk = SPECIAL_TOKENS
-    tokenizer = _trained(texts, (pad, bos, chat.END, unk, chat.START), CHAT_VOCAB_SIZE, splits_words=False)
+    tokenizer = _trained(texts, (pad, bos, chat.END, unk, chat.START), vocab_size, words)
     tags: list[str | AddedToken] = [AddedToken(tag, normalized=False) for tag in chat.TAGS]
     tokenizer.add_tokens(tags)
     tokenizer.chat_template = chat.TEMPLATE
@@ -86,16 +104,16 @@ def build_chat_tokenizer(corpus: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def _trained(
-    corpus: Iterable[str], special_tokens: tuple[str, ...], vocab_size: int, *, splits_words: bool
+    corpus: Iterable[str], special_tokens: tuple[str, ...], vocab_size: int, words: list[Any]
 ) -> PreTrainedTokenizerFast:
-    """Train a BPE. `special_tokens` begin with those of SPECIAL_IDS, in their order."""
+    """Train a BPE.
+
+    Args:
+        special_tokens: begin with those of SPECIAL_IDS, in their order.
+        words: the pre-tokenizers that split what is between digits.
+    """
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_words),
-        ]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), *words])
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
         corpus,

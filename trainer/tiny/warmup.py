@@ -50,9 +50,10 @@ class WarmupSpec:
     is_chat: bool = False
     """True if the demonstrations are `turns` of conversations: the tokenizer then has their chat template."""
     vocab_size: int = tiny_model.VOCAB_SIZE
-    """The largest vocabulary of the tokenizer of other demonstrations."""
+    """The largest vocabulary of the tokenizer of demonstrations that are not all chats."""
     has_eos: bool = True
-    """True if the model ends what it says with eos. It does not where a stop string ends every turn."""
+    """True if the model ends what it says with eos. It does not where a stop string ends every turn, nor if the
+    demonstrations are mixed, some of them chats: then they have in them what ends each turn."""
 
     @property
     def lr(self) -> float:
@@ -62,6 +63,8 @@ class WarmupSpec:
     def tokenizer(self, demonstrations: Sequence[Demonstration]) -> PreTrainedTokenizerFast:
         """Train the tokenizer on the demonstrations."""
         corpus = ("".join(texts) for texts in demonstrations)
+        if self.is_chat and not self.has_eos:
+            return tiny_model.build_mixed_tokenizer(corpus, self.vocab_size)
         if self.is_chat:
             return tiny_model.build_chat_tokenizer(corpus)
         return tiny_model.build_tokenizer(corpus, self.vocab_size)

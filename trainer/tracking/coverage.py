@@ -14,10 +14,12 @@ it is no larger than p, and as large only if every one that is left out is longe
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.mixture import sources_of
 from configs.schema import Config
 from rollout.types import DiscardedGroup, DiscardReason, Trajectory, TrajectoryGroup
 from trainer.advantages.credit import is_trainable
@@ -63,9 +65,21 @@ class Coverage:
         coverage.metrics()   # {} until a window has ended, then {"coverage/length_distance": 0.0, ...}
     """
 
-    def __init__(self, *, window: int, group_size: int, mask_truncated: bool = False):
-        """`window`: the number of groups of a window."""
+    def __init__(
+        self,
+        *,
+        window: int,
+        group_size: int,
+        mask_truncated: bool = False,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+    ):
+        """
+        Args:
+            window: the number of groups of a window.
+            sizes: the group sizes of the sources of data.sources, where there are such.
+        """
         self._size, self._group_size, self._mask_truncated = window, group_size, mask_truncated
+        self._sizes = sizes
         self._open: dict[int, _Window] = {}
         self._ended: list[_Window] = []
 
@@ -81,7 +95,8 @@ class Coverage:
             return  # the run ended without it, as if it had still been under way
         ruled_out = group.reason in (DiscardReason.filtered, DiscardReason.aborted)
         # A group that failed has no trajectories. It counts as longer than every other, which is the worst case.
-        values = [measures(each) for each in group.trajectories] or [(np.inf,) * len(DISTANCES)] * self._group_size
+        size = self._sizes.get(group.prompt.source, self._group_size)
+        values = [measures(each) for each in group.trajectories] or [(np.inf,) * len(DISTANCES)] * size
         self._take(group.prompt.ordinal, values, [Fate.RULED_OUT if ruled_out else Fate.LATE] * len(values))
 
     def metrics(self) -> dict[str, float]:
@@ -110,6 +125,7 @@ def make_coverage(config: Config) -> Coverage:
         window=WINDOW_STEPS * config.trainer.prompts_per_step,
         group_size=config.algorithm.group_size,
         mask_truncated=config.algorithm.mask_truncated,
+        sizes={source.name: source.config.algorithm.group_size for source in sources_of(config)},
     )
 
 

@@ -130,7 +130,7 @@ class Sampler:
             step=global_steps,
             ordinal=prompt.ordinal,
             index=index,
-            data_source=prompt.data_source,
+            data_source="/".join(filter(None, (prompt.source, prompt.data_source))),
             reward=trajectory.shaped_reward,
             advantage=round(advantage, 6),
             response_tokens=trajectory.num_tokens,

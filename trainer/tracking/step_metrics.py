@@ -46,7 +46,31 @@ def group_metrics(
         **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
         **{f"agent/{name}": mean for name, mean in _means([t.agent_metrics for t in trajectories])},
         **_staleness_metrics(trajectories, global_steps, interval),
+        **_source_metrics(groups, advantages, global_steps, interval),
     }
+
+
+def _source_metrics(
+    groups: Sequence[TrajectoryGroup], advantages: Sequence[FloatArray], global_steps: int, interval: int
+) -> dict[str, float]:
+    """Return the metrics of each source of data.sources; nothing where a run has no such."""
+    metrics: dict[str, float] = {}
+    for source in sorted({group.prompt.source for group in groups} - {""}):
+        mine = [place for place, group in enumerate(groups) if group.prompt.source == source]
+        trajectories = [trajectory for place in mine for trajectory in groups[place].trajectories]
+        scores = [trajectory.reward for trajectory in trajectories if trajectory.is_scored]
+        staleness_of = _staleness_metrics(trajectories, global_steps, interval)
+        values = {
+            "groups": len(mine),
+            "score": np.mean(scores or [0.0]),
+            "response_length": np.mean([trajectory.num_tokens for trajectory in trajectories]),
+            "clip_ratio": np.mean([trajectory.finish_reason == "length" for trajectory in trajectories]),
+            "zero_variance_groups": np.mean([not np.any(advantages[place]) for place in mine]),
+            "staleness_mean": staleness_of["staleness/mean"],
+            "staleness_max": staleness_of["staleness/max"],
+        }
+        metrics |= {f"sources/{source}/{name}": float(value) for name, value in values.items()}
+    return metrics
 
 
 def _teacher_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

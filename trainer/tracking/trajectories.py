@@ -108,6 +108,10 @@ class TrajectoryRecord:
     """The seconds that the teacher took for the group; 0 without one."""
     row: int | None = None
     """The number of the prompt's row in the data. None: the record is from before it was written."""
+    source: str = ""
+    """The prompt's source in data.sources; empty where the run has no such."""
+    source_ordinal: int = 0
+    """The prompt's place among those of its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,8 @@ class SampleRecord:
     versions: list[int]
     """`global_steps` of its tokens."""
     response_tokens: int
+    source: str = ""
+    """The prompt's source in data.sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +152,10 @@ class DiscardRecord:
     """Empty for a group that failed."""
     row: int | None = None
     """The number of the prompt's row in the data. None: the record is from before it was written."""
+    source: str = ""
+    """The prompt's source in data.sources; empty where the run has no such."""
+    source_ordinal: int = 0
+    """The prompt's place among those of its source."""
 
 
 def trajectory_records(
@@ -174,6 +184,8 @@ def trajectory_records(
             tool_s=round(trajectory.tool_s, 3),
             score_s=round(trajectory.score_s, 3),
             row=prompt.row,
+            source=prompt.source,
+            source_ordinal=prompt.source_ordinal,
         )
         for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True))
     ]
@@ -204,6 +216,7 @@ def sample_records(prompts: Iterable[EvaluatedPrompt]) -> list[SampleRecord]:
             error=sample.error,
             versions=sorted(sample.versions),
             response_tokens=sample.num_tokens,
+            source=prompt.source,
         )
         for prompt in prompts
         for index, sample in enumerate(prompt.samples)
@@ -219,6 +232,8 @@ def discard_record(group: DiscardedGroup, global_steps: int) -> DiscardRecord:
         time=round(time.time(), 3),
         trajectories=trajectory_records(group.prompt, group.trajectories, [None] * len(group.trajectories)),
         row=group.prompt.row,
+        source=group.prompt.source,
+        source_ordinal=group.prompt.source_ordinal,
     )
 
 

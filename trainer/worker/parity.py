@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from configs.mixture import longest_source
 from configs.schema import Config, Layout
 from configs.validate import ConfigError
 from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
@@ -122,7 +123,8 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
         model: the model's own config.
     """
     parameters = model.to_dict().get("rope_parameters") or {}
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = longest_source(config)
+    prompt, response = longest.data.max_prompt_tokens, longest.rollout.max_response_tokens
     by_layer_kind = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in [parameters, *by_layer_kind]:
         match rope:
@@ -142,8 +144,8 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
 
 def _refuse_long_masks(policy: Policy, config: Config, architecture: str) -> None:
     """Refuse rows that are too long for masks of all pairs. A sequence in a row by itself needs none."""
-    trainer = config.trainer
-    longest = max(trainer.tokens_per_micro_batch, config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+    trainer, its = config.trainer, longest_source(config)
+    longest = max(trainer.tokens_per_micro_batch, its.data.max_prompt_tokens + its.rollout.max_response_tokens)
     if trainer.layout is Layout.rows or not takes_tensors(policy.causal_lm) or longest <= LONGEST_MASK:
         return
     raise ConfigError(

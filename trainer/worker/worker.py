@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from configs.algorithm import OPTIMAL_BASELINE, KLEstimator, Proximal
+from configs.mixture import sources_of
 from configs.model import LoraServing
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -480,7 +481,8 @@ class TrainWorker:
             lora, path = self._config.model.lora, self._model_path
             adapter = {} if lora.rank is None else {ADAPTER_FILE: adapter_json(lora, path)}
             try:
-                self._model_files = model_files(path, chat=self._config.has_chat_turns) | adapter
+                has_chats = any(source.config.has_chat_turns for source in sources_of(self._config))
+                self._model_files = model_files(path, chat=has_chats) | adapter
             except (OSError, ValueError) as error:
                 raise ConfigError(f"model.path={path}: checkpoints cannot have its files: {error}") from error
         return self._model_files

@@ -105,6 +105,6 @@ async function discardedCard() {
   const data = await get("discarded", {run: currentRun(), offset: 0});
   if (!data.rows.length) return null;
   return card(`Groups that were not trained (the latest ${Math.min(20, data.total)} of ${countOf(data.total, "file")})`,
-    table(["prompt", "during step", "reason", "trajectories", "error", "time"],
-      data.rows.map((row) => [row.ordinal, row.step, row.reason, row.size, row.error || "", clock(row.time)])));
+    table(["prompt", "source", "during step", "reason", "trajectories", "error", "time"],
+      data.rows.map((row) => [row.ordinal, row.source || "-", row.step, row.reason, row.size, row.error || "", clock(row.time)])));
 }

@@ -24,7 +24,8 @@ screens.pulse = {
       if (!isNew && !isOther && !first) return isPending ? advise() : null;
       fillTiles(tiles, metrics);
       const stale = await get("staleness", {run: currentRun(), step: 0});
-      clear(charts, pulseCharts(metrics, stale));
+      const names = [...metrics.names].sort(), ofSources = names.filter((name) => OF_SOURCE.test(name));
+      clear(charts, pulseCharts(metrics, stale), ofSources.length ? sourceCharts(await metricsOf(names, ofSources, "step"), ofSources) : []);
       return advise();
     };
     await refresh(true);
@@ -33,6 +34,16 @@ screens.pulse = {
 };
 
 const MEAN_STEPS = 20;
+const OF_SOURCE = /^sources\/([^/]+)\/(score|response_length|staleness_mean|trained_groups)$/;
+const SOURCE_TITLES = {score: "Reward by source", response_length: "Response length by source, tokens",
+  staleness_mean: "Mean staleness by source, versions", trained_groups: "Trained groups by source"};
+
+/** A chart for each of SOURCE_TITLES, with a line for each source of data.sources. */
+function sourceCharts(metrics, keys) {
+  return Object.entries(SOURCE_TITLES).map(([what, title]) => lines(title, keys.map((key) => [key, OF_SOURCE.exec(key)])
+    .filter(([, match]) => match[2] === what)
+    .map(([key, match], place) => ({name: match[1], key, points: metrics.points(key), colour: `--s${place % 4}`}))));
+}
 
 function fillTiles(tiles, metrics) {
   const last = (key) => metrics.last(key);

@@ -55,7 +55,7 @@ function facts(record, step, versions) {
     ["versions", versions.length ? `${versions.map((version) => `v${version}`).join(", ")}; trained by step ${step} on v${step - 1}` : "none"],
     ["staleness", versions.length ? staleRange(step - 1 - versions[versions.length - 1], step - 1 - versions[0]) : "-"],
     ["finish reason", record.finish_reason], ["replica", record.replica], ["generated in", seconds(record.generate_s)],
-    ["reward took", seconds(record.reward_s)], ["source", record.data_source], ["row of the data", record.row ?? ""], ["reference", record.ground_truth.length <= 60 ? record.ground_truth : ""],
+    ["reward took", seconds(record.reward_s)], ["source", [record.source, record.data_source].filter(Boolean).join("/")], ["row of the data", record.row ?? ""], ["reference", record.ground_truth.length <= 60 ? record.ground_truth : ""],
     ["tokens", record.sequences.map((one) => `${one.prompt_tokens} + ${one.response_tokens}, ${one.loss_tokens} trained`).join("; ")]];
   if (record.overlong_penalty) rows.push(["length penalty", short(record.overlong_penalty)]);
   if (record.error) rows.push(["error", h("span", {class: "bad"}, record.error)]);

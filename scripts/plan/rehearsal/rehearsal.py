@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from configs.mixture import longest_source
 from configs.schema import AlgorithmConfig, Config
 from configs.validate import ConfigError
 from rollout.types import Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
@@ -263,7 +264,8 @@ def with_scores(batch: MicroBatch, algorithm: AlgorithmConfig) -> MicroBatch:
 
 def full_batch(config: Config) -> StepBatch:
     """Lay out two micro-batches for each rank, as full as the longest sequences make them."""
-    trainer, data, rollout = config.trainer, config.data, config.rollout
+    trainer, its = config.trainer, longest_source(config)
+    data, rollout = its.data, its.rollout
     size, longest = config.algorithm.group_size, data.max_prompt_tokens + rollout.max_response_tokens
     micro_batches = 2 * trainer.data_parallel * max(1, trainer.tokens_per_micro_batch // longest)
     groups = [

@@ -70,6 +70,7 @@ def replace_replica(actor: Any) -> None:
     actor._replica = Raises()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_every_error_arrives_as_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.agents.worker_group.AgentWorkerActor", RaisingAgentWorker)
@@ -127,6 +128,7 @@ def waits(actor: Any) -> bool:
     return bool(actor._replica._control._waits)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_status_of_a_route_holds_over_actors() -> None:
     replica = create_replica("replica-0", SPEC, no_redirect, SlowActor)

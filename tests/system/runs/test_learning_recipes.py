@@ -27,6 +27,18 @@ def searches(steps: list[Metrics], before: Metrics) -> None:
         assert 0 < record["agent/retrieval_ms"] < 1000
 
 
+def learns_from_three_sources(steps: list[Metrics], before: Metrics) -> None:
+    """Each is a third of every step, and is evaluated by itself."""
+    sources = ("arithmetic", "agent", "search")
+    assert all(f"val/{source}/avg@1" in before for source in sources)
+    for number, record in enumerate(steps, 1):
+        due = number * sum(record[f"sources/{source}/groups"] for source in sources) / 3
+        for source in sources:
+            assert abs(record[f"sources/{source}/trained_groups"] - due) < 1
+            assert record[f"sources/{source}/staleness_max"] <= 2
+    assert steps[-1]["agent/searches"] > 0 and steps[-1]["agent/turns"] > 1
+
+
 def answers_in_a_word(steps: list[Metrics], before: Metrics) -> None:
     assert "eval/accuracy" in before
     assert all(0 <= record["critic/rewards/mean"] <= 1 for record in steps)
@@ -45,6 +57,7 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
     [
         ("agent", "chat", 60, calls_the_calculator),
         ("search_world", "chat", 80, searches),
+        ("mixture", "chat", 120, learns_from_three_sources),
         pytest.param(
             *("code_world", "chat", 80, runs_programs),
             marks=[pytest.mark.nightly, pytest.mark.skipif(why_not() != "", reason="needs bubblewrap")],

@@ -13,7 +13,7 @@ from rollout.progress import Attempt
 from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.bench.trainings import another_run
-from scripts.launch.data import load_rows
+from scripts.launch.data import load_sources
 from scripts.launch.driver import training_sampling
 from scripts.launch.run import Training
 from scripts.launch.start import StartedRun, Starter, make_workers, owner
@@ -101,7 +101,7 @@ def test_no_staleness_is_the_synchronous_run(tmp_path: Path) -> None:
 
         async def scenario() -> tuple[Steps, Steps, dict[str, Any]]:
             async with asyncio.timeout(600):
-                rows = load_rows(config)
+                rows = load_sources(config)
                 parts = await Starter(config=config, device="cpu", run_dir=tmp_path, rows=rows, console=console).start()
                 recorder = Recorder(tmp_path, console)
                 training = Training(config=config, started=parts, console=console, recorder=recorder)

@@ -157,6 +157,7 @@ def test_a_session_is_shown_by_messages_and_branches_and_tokens_say_what_the_tra
     assert len(colours) == 4
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
     """Opened before its first step. New steps appear on two screens, and none of it is loaded anew; all others open."""
     status = "Number(document.getElementById('state').dataset.step)"
@@ -184,6 +185,7 @@ def test_the_page_follows_a_run_that_trains(tab: Tab, tmp_path: Path) -> None:
         tab.leave()
 
 
+@pytest.mark.slow
 def test_a_run_of_500_steps_is_painted_within_a_second(tab: Tab, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """The bound is for a machine that does other things too; the numbers are printed."""
     with served([simulated_run(tmp_path / "long", job=LONG_JOB)]) as address:
@@ -271,6 +273,7 @@ def test_light_and_dark_follow_the_system(tab: Tab, address: str) -> None:
     assert grounds[0] != grounds[1]
 
 
+@pytest.mark.slow
 def test_a_report_opens_without_a_server(tab: Tab, runs: list[Path], tmp_path: Path) -> None:
     output = tmp_path / "report.html"
     command = [sys.executable, "-m", "scripts.dashboard", *(f"run={run}" for run in runs), "--export", str(output)]
@@ -294,6 +297,7 @@ def test_an_unknown_run_and_an_unknown_step_are_errors_with_a_way_back(tab: Tab,
     tab.errors.clear()  # the browser reports the answer of 404
 
 
+@pytest.mark.slow
 def test_the_status_line_is_on_every_screen_and_a_run_that_broke_off_does_not_look_new(
     tab: Tab, tmp_path: Path
 ) -> None:
@@ -359,6 +363,7 @@ def test_versions_that_follow_one_another_differ_by_stripes(tab: Tab, address: s
     assert "trainer:" in tab.evaluate("document.querySelectorAll('.legend')[1].textContent")
 
 
+@pytest.mark.slow
 def test_a_chart_of_a_step_without_a_gradient_says_so(tab: Tab, tmp_path: Path) -> None:
     row = {"timing_s/step": 2.0, "rollout/zero_variance_groups": 1.0, "reward/mine": 0.5}
     with served([run_of_metrics(tmp_path / "flat", [row])]) as address:
@@ -392,6 +397,7 @@ def own_metrics(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_the_moving_average_begins_where_the_values_do(tab: Tab, own_metrics: str) -> None:
     show(tab, own_metrics, "metrics")
     points = json.dumps([[step, value] for step, value in enumerate(MINE)])
@@ -406,6 +412,7 @@ def test_ticks_differ_from_one_another(tab: Tab, own_metrics: str) -> None:
     assert texts == [["0.0%", "0.5%", "1.0%", "1.5%", "2.0%"], ["0.000", "0.005", "0.010", "0.015", "0.020"]]
 
 
+@pytest.mark.slow
 def test_the_largest_staleness_is_never_smoothed(tab: Tab, tmp_path: Path) -> None:
     """A mean of maxima is no staleness that anything had."""
     rows = [{"timing_s/step": 2.0, "staleness/max": 1.0 + step % 2, "staleness/mean": step % 2} for step in range(60)]
@@ -438,6 +445,7 @@ def test_smoothing_is_drawn_at_once_and_stays_in_the_address(tab: Tab, own_metri
     assert tab.evaluate(f"{slider}.value") == "0" and picture(tab) == raw
 
 
+@pytest.mark.slow
 def test_a_long_run_is_smoothed_unless_the_address_says_otherwise(tab: Tab, tmp_path: Path) -> None:
     rows = [{"timing_s/step": 2.0 + step % 7} for step in range(60)]
     with served([run_of_metrics(tmp_path / "long", rows)]) as address:

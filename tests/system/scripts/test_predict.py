@@ -15,6 +15,7 @@ from scripts.simulate.profile import read_profile
 from tests.support.profiles import PROFILE, simulated_run
 
 
+@pytest.mark.slow
 def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulated_run(tmp_path, PROFILE)
     words = [f"run={tmp_path}", "rollout.max_staleness=0,4", "trainer.total_steps=6", f"save={tmp_path / 'p.json'}"]
@@ -28,6 +29,7 @@ def test_the_command_compares_predicts_and_advises(tmp_path: Path, capsys: pytes
     assert read_profile(tmp_path / "p.json").turn_tokens.mean == pytest.approx(30, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_page_runs_it_and_says_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "NICENESS", 0)  # of the lowest priority, it gets no processor on a busy machine
     simulated_run(tmp_path / "run", PROFILE)

@@ -31,6 +31,7 @@ group by a.process, b.process order by a.process
 """The arrows, counted by the processes that they go from and to."""
 
 
+@pytest.mark.slow
 def test_perfetto_reads_all_of_a_trace_and_complains_of_nothing(tmp_path: Path) -> None:
     events, _, _ = simulated()
     write(tmp_path, events)

@@ -59,6 +59,7 @@ def test_a_wrong_argument_is_refused_before_anything_heavy_is_imported(
     assert ended.imported == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     window = StalenessWindow(groups_per_step=10, max_staleness=3, update_interval=2)
     sizes = ("trainer.prompts_per_step=10", "rollout.max_staleness=3", "weight_sync.interval=2")
@@ -73,6 +74,7 @@ def test_a_dry_run_tells_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_output_that_is_not_utf8_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     ended = Ended(tmp_path, "dry_run=true", "device=cpu", "data.val_files='Größe.jsonl'", "data.train_files='a.jsonl'")

@@ -17,6 +17,7 @@ from scripts.plan import plan
 from tests.support.compose import CONFIGS, RECIPES, files, resolve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", ["", "tiny", "small", "hf"])
 def test_every_recipe_composes_with_every_model(recipe: str, model: str, tmp_path: Path) -> None:

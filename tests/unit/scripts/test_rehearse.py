@@ -99,6 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_config_is_rehearsed_and_its_profile_is_the_predictors(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_config_is_rehearsed_and_its_profile_is_the_predictors(
         rehearse_run(config, replace(own, profile=("profile.turn_tokins=20",)))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_made_here_is_rehearsed_on_cpus_without_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     own = Arguments(card="H100", save=None, profile=())
     assert rehearse_run(changed(Config(), device=Device.cpu, dry_run=True), own).exit_code == 0

@@ -14,6 +14,7 @@ def slipstream(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there_and_takes_its_arguments(name: str) -> None:
     shown = slipstream(name, "--help" if name not in ("audit", "wandb-view") else "/no/such")

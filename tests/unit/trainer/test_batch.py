@@ -142,6 +142,7 @@ def read(batch: MicroBatch) -> list[tuple[int, LossToken]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(
     step=steps(),

@@ -146,3 +146,16 @@ def test_one_mini_batch_and_one_epoch_are_the_batch_as_it_is(layout: Layout) -> 
 
 def arrays_of(batch: MicroBatch | TokenSignals) -> dict[str, Any]:
     return {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "tokens"}
+
+
+def test_a_loss_coefficient_scales_the_tokens_of_its_source_and_of_no_other() -> None:
+    """The loss weights themselves are those of all sources together."""
+    config = replace(CONFIG, data=replace(CONFIG.data, sources={"a": {}, "b": {"loss_coef": 0.5}}))
+    groups = [
+        replace(group, prompt=replace(group.prompt, source=source))
+        for group, source in zip(groups_of([3, 5]), "ab", strict=True)
+    ]
+    tokens = credited(groups, config)
+    batch = mini_batched(groups, tokens, config, 0)
+    weights = batch.gather([[part.tokens.loss_weights for part in rank] for rank in batch.micro_batches])
+    assert weights == pytest.approx([1 / 16] * 6 + [0.5 / 16] * 10), "token_mean over 6 + 10 tokens"

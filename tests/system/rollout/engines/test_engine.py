@@ -30,6 +30,7 @@ from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, random
 request_numbers = count()
 
 
+@pytest.mark.slow
 @BOTH_SCHEDULERS
 def test_every_token_equals_its_tag(host: EngineHost, native: bool) -> None:
     """Version v always emits token 40 + v, so the tokens themselves say which weights sampled them."""
@@ -166,6 +167,7 @@ def test_requests_that_wait_at_an_update_read_no_prefix_of_older_weights(host: E
     assert sum(completion.cached_tokens > 0 for completion in late) >= 1, "they do share the new prefix"
 
 
+@pytest.mark.slow
 @BOTH_SCHEDULERS
 def test_keep_changes_nothing_of_what_is_generated(host: EngineHost) -> None:
     """Pause, the same weights again, resume: token by token and logprob by logprob what an unpaused run gives."""

@@ -132,6 +132,7 @@ async def commit(replica: RolloutReplica, manifest: Manifest) -> None:
 # -- before any other update of the engine -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [("layers.1.self_attn.k_proj", "model.layers.1.self_attn.qkv_proj.weight"), ("embed_tokens", "model.embed_tokens")],
@@ -270,6 +271,7 @@ def test_logprobs_of_another_temperature(faulty_host: EngineHost, monkeypatch: p
     faulty_host.run(main())
 
 
+@pytest.mark.slow
 def test_an_abort_that_does_nothing(faulty_host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ignored(self: Any, request_id: Any, *args: Any, **options: Any) -> None:
         """As vLLM does with names that it does not know."""

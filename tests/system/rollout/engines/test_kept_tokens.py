@@ -33,6 +33,7 @@ def normalized(logprobs: np.ndarray, completion: Completion) -> np.ndarray:
     return np.take_along_axis(logprobs, completion.token_ids[:, None], 1)[:, 0] - totals
 
 
+@pytest.mark.slow
 @BOTH_SCHEDULERS
 @TRUNCATIONS
 def test_logprobs_over_what_was_left_are_the_engines(host: EngineHost, sampling: dict[str, Any], first: int) -> None:

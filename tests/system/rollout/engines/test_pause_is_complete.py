@@ -92,6 +92,7 @@ async def pause_of_a_story(host: EngineHost) -> tuple[list[float], int]:
     return times, paused_at
 
 
+@pytest.mark.slow
 def test_the_gap_of_a_pause_is_at_its_token(host: EngineHost) -> None:
     for _ in range(10):
         times, paused_at = host.run(pause_of_a_story(host))

@@ -54,6 +54,7 @@ def check_begins_as(part: Completion, whole: Completion) -> None:
     assert [0, *(span.end for span in part.spans)] == [*(span.start for span in part.spans), count]
 
 
+@pytest.mark.slow
 @BOTH_SCHEDULERS
 def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -> None:
     """An update came in their midst, so that each has tokens of two versions; those without a seat have none."""
@@ -91,6 +92,7 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
     np.testing.assert_allclose(ended[0].logprobs, reference_logprobs(host, weights, ids, start=20), atol=3e-5)
 
 
+@pytest.mark.slow
 def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: EngineHost) -> None:
     """The same weights are pushed twice with weight_sync.pause_mode=abort. There are more requests than seats, and a
     client aborts one of them between the updates."""
@@ -131,6 +133,7 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
     assert versions == [[220, 221, 222]] * (MAX_NUM_SEQS - 1) + [[221, 222], [222]]
 
 
+@pytest.mark.slow
 def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whole_sequence(host: EngineHost) -> None:
     """Other weights each time: logprobs of a part are those of its version, for its prompt and all parts before."""
     weights = {version: random_weights(host.model_path, version) for version in (230, 231, 232)}

@@ -14,6 +14,7 @@ from tests.support.engines import EngineHost
 PROMPT: Any = {"prompt_token_ids": [5, 6, 7]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 def test_every_token_of_a_client_is_counted_once_while_it_comes(
     engine_host: EngineHost, kind: RequestOutputKind

@@ -56,6 +56,7 @@ def num_preemptions() -> float:
     return total
 
 
+@pytest.mark.slow
 def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 requests want three times the cache: the engine preempts some and leaves others without a prefill, which a
     pause takes back after its grace and submits again, with the new salt."""
@@ -79,6 +80,7 @@ def test_tags_are_exact_when_the_kv_cache_is_short(small_host: EngineHost, monke
     assert gauges["engine_requests"] == MAX_NUM_SEQS + gauges["restarted_requests"]
 
 
+@pytest.mark.slow
 @BOTH_SCHEDULERS
 def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
     """More prompt tokens than one step takes, and a pause in the midst of them: the logprob of the first token is that
@@ -116,6 +118,7 @@ def test_a_prefill_split_over_steps_is_of_one_version(host: EngineHost) -> None:
         np.testing.assert_allclose(completion.logprobs[: first.end], expected[: first.end], atol=3e-5)
 
 
+@pytest.mark.slow
 def test_recomputed_kv_is_of_the_new_weights_alone(host: EngineHost) -> None:
     """Tokens after an update with in_flight_kv=recompute are those of weights that saw the whole sequence. With the
     kept KV of older weights they are not, which shows that the check can tell."""

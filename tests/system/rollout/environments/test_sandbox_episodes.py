@@ -266,6 +266,7 @@ def test_the_last_turn_is_judged_too() -> None:
 # -- one-line programs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_program_is_run_repaired_and_judged() -> None:
     rng = random.Random(0)
     problems = problems_of("train", {"train": 4}, 0)

@@ -244,6 +244,7 @@ def test_a_daemon_with_the_output_open_does_not_hold_its_command() -> None:
     assert time.monotonic() - started < 8
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_reached_between_two_commands_is_told_by_the_next() -> None:
     async def run() -> None:
         async with sandbox_of() as sandbox:

@@ -19,6 +19,7 @@ TIMEOUT_S = 5
 """The one that is not late is to answer in it, however busy the machine."""
 
 
+@pytest.mark.slow
 def test_a_process_that_stands_still_is_named_and_not_paused_when_it_goes_on(ray_cluster: None) -> None:
     replicas = [create_replica(f"replica-{index}", SPEC, no_redirect, SimulatedActor) for index in range(2)]
     stopped, other = replicas

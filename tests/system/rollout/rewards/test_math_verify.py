@@ -3,6 +3,8 @@ with their owner is tested for all rewards, in tests/unit/rollout/rewards/test_p
 
 import asyncio
 
+import pytest
+
 from configs.schema import RolloutConfig
 from rollout.rewards.base import RewardResult
 from rollout.rewards.math_verify import GIVEN_UP
@@ -47,6 +49,7 @@ def test_answers_are_compared_as_mathematics() -> None:
     assert unreadable.error == why
 
 
+@pytest.mark.slow
 def test_a_comparison_that_hangs_is_wrong_and_its_process_is_replaced() -> None:
     """However many of a group hang, as no reward of one's own may."""
     texts = ["\\boxed{34}", *[HOSTILE] * 4, "\\boxed{34}"]

@@ -5,6 +5,7 @@ import pytest
 from scripts.bench.faults import LOOP_FAULTS, REPLICA_FAULTS, part_faults
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [*REPLICA_FAULTS, *LOOP_FAULTS])
 def test_a_fault_costs_no_prompt(fault: str) -> None:
     row = part_faults(fault, num_injections=5, seed=1)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.paths import ROOT
 
 OFFLINE_RUN = """
@@ -26,6 +28,7 @@ sys.exit("wandb's helper process outlives close()")
 """
 
 
+@pytest.mark.slow
 def test_wandb_offline_writes_under_the_run_folder_quietly_and_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OFFLINE_RUN, str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)

@@ -127,6 +127,7 @@ def two_ranks(
     return worker_runs.two_ranks(jobs, tmp_path_factory.mktemp("rank") / "answer.pickle", TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, CURRENT], ids=["rollout", "current"])
 def test_every_mini_batch_is_an_optimizer_step_against_the_policy_before_the_first(
     config: Config, two_ranks: dict[str, Outcome], model_path: str, steps: list[list[TrajectoryGroup]]
@@ -141,6 +142,7 @@ def test_every_mini_batch_is_an_optimizer_step_against_the_policy_before_the_fir
         assert all(metrics["actor/ppo_kl"] != 0 for metrics in found.metrics), "pi has left pi_old"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", list(Layout))
 def test_kl_and_entropy_are_divided_by_what_a_mini_batch_holds_too(
     layout: Layout, model_path: str, steps: list[list[TrajectoryGroup]]

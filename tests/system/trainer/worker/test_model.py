@@ -96,6 +96,7 @@ def test_logprobs_and_entropy_are_those_of_plain_forwards(
     assert not entropy.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("num_ranks", "budget"), [(1, 10_000), (1, 1), (1, 70), (3, 40), (2, 10_000)])
 def test_gradients_do_not_depend_on_layout_budget_or_ranks(

@@ -72,6 +72,7 @@ def plain(causal_lm: torch.nn.Module, groups: list[TrajectoryGroup], batch: Micr
     return torch.cat(each)[torch.from_numpy(batch.index)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {SHARES_PARAMETERS}))
 def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
     family: str, groups: list[TrajectoryGroup]

@@ -51,6 +51,7 @@ def group() -> Iterator[TrainWorkerGroup]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_spare_has_the_gpu_of_its_rank_and_takes_over_and_one_that_died_is_replaced(group: TrainWorkerGroup) -> None:
     async def told(actors: list[Any]) -> list[tuple[int, str, list[str]]]:
         return await asyncio.gather(*(actor.call.remote(lambda worker: worker.told()) for actor in actors))

@@ -146,6 +146,7 @@ def test_skipping_by_order_moves_only_the_version(model_path: str, batches: list
     run_worker(CONFIG, model_path, use)
 
 
+@pytest.mark.slow
 def test_what_breaks_on_one_rank_is_skipped_on_all(model_path: str, tmp_path: Path) -> None:
     """The loss of the second rank is NaN where there is no gradient: the first cannot see it in the norm."""
     groups = random_groups(double(build_model(VOCAB_SIZE, seed=0)), seed=0)

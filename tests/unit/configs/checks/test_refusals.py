@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from configs.algorithm import CORRECTIONS, LOSSES, Correction
 from configs.data import Generated
-from configs.load import _writable
+from configs.mixture import writable
 from configs.schema import Config
 from configs.validate import ConfigError, check
 from tests.support.compose import changed
@@ -235,9 +235,7 @@ TAKEN += [f"algorithm.correction={how.value} algorithm.proximal=exact" for how i
 def config_of(words: str) -> Config:
     """Return the defaults with these overrides, as a command line has them."""
     given = [word.replace("=None", "=null") for word in words.split()]
-    config = OmegaConf.to_object(
-        OmegaConf.merge(_writable(OmegaConf.structured(Config)), OmegaConf.from_dotlist(given))
-    )
+    config = OmegaConf.to_object(OmegaConf.merge(writable(OmegaConf.structured(Config)), OmegaConf.from_dotlist(given)))
     assert isinstance(config, Config)
     return config
 

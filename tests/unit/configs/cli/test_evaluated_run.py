@@ -59,6 +59,7 @@ def test_a_checkpoint_stands_for_itself_and_its_run(run: Path) -> None:
 
 COMMANDS = [
     ("rollout.agent_command", "rollout.agent_command=\"sh -c 'id > PWNED'\""),
+    ("data.sources.a.rollout.agent_command", "+data.sources.a.rollout.agent_command=\"sh -c 'id > PWNED'\""),
     ("rollout.agent_args.server.command", "+rollout.agent_args.server.command=[sh,-c,id]"),
 ]
 

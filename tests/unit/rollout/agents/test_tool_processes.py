@@ -93,6 +93,7 @@ async def longest_stop(work: Awaitable[T]) -> tuple[T, float]:
         watching.cancel()
 
 
+@pytest.mark.slow
 def test_a_tool_that_holds_the_gil_stops_nothing_and_its_process_is_replaced() -> None:
     """9 ** 10**8 takes an hour, in which no thread of its process runs."""
 
@@ -144,6 +145,7 @@ def test_a_tool_that_ends_its_process_is_an_error_that_the_policy_reads(code: in
     assert (left.is_error, power.text) == (True, "9")
 
 
+@pytest.mark.slow
 def test_what_a_tool_has_started_ends_with_its_process(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     result = in_processes(lambda: call("start_child", file=str(file)))
@@ -360,6 +362,7 @@ def test_an_environment_that_cannot_be_sent_fails_its_episode_with_the_key_and_t
     )
 
 
+@pytest.mark.slow
 def test_episodes_wait_for_a_process_and_their_deadlines_do_not_begin() -> None:
     """Three episodes share one process, one after another; each takes longer than a step may."""
     rollout = replace(IN_PROCESSES, tool_processes=1)

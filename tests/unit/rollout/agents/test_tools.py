@@ -183,6 +183,7 @@ def test_what_goes_wrong_is_a_result(name: str, arguments: str, error: str) -> N
     assert result.is_error and result.text.startswith(f"Error: {error}")
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_no_call_raises(name: str, arguments: str) -> None:
     assert call(name, arguments).is_error

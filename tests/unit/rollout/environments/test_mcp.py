@@ -185,6 +185,7 @@ def test_a_server_that_restarts_is_found_again() -> None:
     assert later[-1].result is None
 
 
+@pytest.mark.slow
 def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
     loop = loop_of({"command": SMALL})
 

@@ -80,6 +80,7 @@ def test_an_environment_that_fails_is_not_reward_0(url: str) -> None:
     assert error.startswith("OpenEnvError") and "step failed: the sandbox is gone" in error
 
 
+@pytest.mark.slow
 def test_a_lost_connection_is_a_failed_episode(kind: str) -> None:
     with server(kind) as url:
         error = error_of(play_row(loop_of(url), ["3", "die"], ordinal=7))
@@ -92,6 +93,7 @@ def test_no_server_is_a_failed_episode_and_the_error_names_the_key() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_episode_waits_for_a_session_and_closes_its_own(kind: str) -> None:
     """The server has one session, which another client holds for a while."""
 
@@ -118,6 +120,7 @@ def test_an_episode_waits_for_a_session_and_closes_its_own(kind: str) -> None:
         assert asyncio.run(main(url)) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_full_server_ends_the_reset_at_its_deadline(kind: str) -> None:
     async def main(url: str) -> str:
         session = await Session.open(url)

@@ -136,6 +136,7 @@ class Stuck(Guess):
         return str(9**number)
 
 
+@pytest.mark.slow
 def test_an_episode_in_a_process_is_the_same() -> None:
     loop = loop_of(Guess, args={"most": 20})
     lines = [call("guess", number=3), call("hint") + call("guess", number=8), "It is 8."]

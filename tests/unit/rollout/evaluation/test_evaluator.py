@@ -179,3 +179,18 @@ async def test_an_evaluation_takes_no_room_from_the_training() -> None:
     await settle()
     assert await router.acquire(8) == "a" and now() == 0
     await evaluating
+
+
+def test_each_source_is_asked_by_itself_and_reported() -> None:
+    """With the sampling of its own; its data sets are reported below it."""
+    runner = FakeEvaluationRunner()
+    evaluator = make_evaluator(runner, 6)
+    evaluator.prompts = [
+        replace(prompt, source="ab"[place // 3], data_source="odd" * (place % 2))
+        for place, prompt in enumerate(evaluator.prompts)
+    ]
+    evaluator.sources = {"a": replace(GREEDY, max_tokens=5), "b": replace(GREEDY, max_tokens=7)}
+    evaluation = run_virtual(evaluator.evaluate())
+    assert sorted(runner.asked) == [("a", [0]), ("a", [3]), ("b", [1]), ("b", [4]), ("c", [2]), ("c", [5])]
+    assert {sampling.max_tokens for sampling in runner.sampling} == {5, 7}
+    assert evaluation.metrics == {"val/a/avg@1": 1, "val/a/odd/avg@1": 1, "val/b/avg@1": 4, "val/b/odd/avg@1": 4}

@@ -31,6 +31,7 @@ def outcomes(rollout: RolloutConfig, *texts: str, place: Path = Path()) -> list[
     return [result.reward if result.error is None else result.error for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -174,6 +175,7 @@ def test_a_reward_may_set_time_limits_by_signals_and_fork(own: Any) -> None:
     assert outcomes(own("forks"), *"abcd") == [0.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "timeout_s", "error"),
     [

@@ -124,6 +124,7 @@ def test_an_answer_that_is_aborted_at_the_engine_ends_its_session() -> None:
     run_recorded(policy, test)
 
 
+@pytest.mark.slow
 @on_recorder(says_yes, idle_timeout_s=1.0)
 async def test_a_session_whose_harness_went_away_times_out_but_not_while_the_policy_is_slow(recorder: Recorder) -> None:
     recorder.policy.may_answer.clear()

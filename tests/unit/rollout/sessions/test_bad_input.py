@@ -135,6 +135,7 @@ TOKENS = st.lists(st.integers(0, 600) | st.integers(0, 2**31 - 1), min_size=1, m
 PROMPTS = st.fixed_dictionaries({"model": TEXTS, "prompt": TEXTS | TOKENS}, optional={"stop": TEXTS})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*ROUTES, COUNT, INPUT_TOKENS, "/reward"])
 @given(bodies=st.lists(JSON | CHANGES, min_size=1, max_size=2))
 @settings(max_examples=25)

@@ -371,6 +371,7 @@ def started_in(folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 300])
 @pytest.mark.parametrize("before", ["pass", "stop(reaper())", "os.kill(os.getpid(), 9)"])
 @on_real_clock
@@ -386,6 +387,7 @@ async def test_nothing_that_a_command_has_started_outlives_its_episode(
     assert started_in(tmp_path) == []
 
 
+@pytest.mark.slow
 @on_real_clock
 async def test_nothing_is_left_of_a_command_that_is_cancelled_while_it_starts(folders: Path) -> None:
     harness, fds = CommandHarness("sleep 307"), Path("/proc/self/fd")
@@ -414,6 +416,7 @@ async def test_a_command_may_remove_its_folder(tmp_path: Path, caplog: pytest.Lo
     assert "the output of a command cannot be kept" in caplog.text
 
 
+@pytest.mark.slow
 @on_real_clock
 async def test_what_a_command_has_started_is_ended_with_the_agent_worker(tmp_path: Path) -> None:
     """The agent worker is killed, and can end nothing."""

@@ -221,6 +221,7 @@ async def test_a_harness_at_its_deadline_is_ended_and_what_it_did_is_kept() -> N
     assert len(episode.sequences) == 1
 
 
+@pytest.mark.slow
 @on_real_clock
 async def test_a_harness_that_swallows_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -338,6 +339,7 @@ def test_stop_strings_of_the_run_hold_beside_those_of_a_request() -> None:
 # -- episodes without a token ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_limit", OnLimit)
 @pytest.mark.parametrize("returned", [None, 1.0, ValueError("I give up")])
 @on_real_clock

@@ -102,6 +102,7 @@ def test_the_child_runs_the_command_and_says_how_it_ended(
         assert why in run("train", line).error
 
 
+@pytest.mark.slow
 def test_a_plan_from_python_reaches_the_output_and_its_refusal_is_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

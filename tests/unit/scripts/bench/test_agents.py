@@ -1,8 +1,11 @@
 """The benchmark of agents, whose figures of the scheduling are exact: it runs on a virtual clock."""
 
+import pytest
+
 from scripts.bench.agents import Job, run_simulated
 
 
+@pytest.mark.slow
 def test_episodes_by_themselves_are_twice_as_fast_as_in_lockstep_and_the_figures_repeat() -> None:
     job = Job(num_groups=40, seats=16)
     by_themselves = run_simulated(job, "independent")
@@ -10,6 +13,7 @@ def test_episodes_by_themselves_are_twice_as_fast_as_in_lockstep_and_the_figures
     assert run_simulated(job, "independent") == by_themselves
 
 
+@pytest.mark.slow
 def test_with_slow_tools_an_engine_has_work_all_the_time_and_its_seats_with_more_episodes_than_two_each() -> None:
     two, five = (
         run_simulated(Job(num_groups=48, seats=28, episodes_per_seat=count), "independent") for count in (2, 5)

@@ -47,6 +47,7 @@ def call(folder: Path, these: dict[str, Part], budget_s: float = 100) -> dict[st
     return {record.part: record for record in records}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_stops_no_other_and_the_next_call_does_what_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

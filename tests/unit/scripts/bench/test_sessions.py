@@ -8,6 +8,7 @@ import pytest
 from scripts.bench.sessions import measure_disconnects, measure_kills
 
 
+@pytest.mark.slow
 def test_twenty_killed_harnesses_leave_no_process_and_no_request(caplog: pytest.LogCaptureFixture) -> None:
     """Their children have children, some of which ignore SIGTERM or have left; half of them are being answered."""
     found = asyncio.run(measure_kills(20))

@@ -44,6 +44,7 @@ def in_sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return ended(folder, "hydra.sweep.dir=sweep", "-m", *arguments)
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_ends_with_a_table(tmp_path: Path) -> None:
     done = in_sweep(tmp_path, "trainer.lr=0.25,0.5", "seed=1,2", "trainer.total_steps=4")
     assert (done.returncode, done.stderr) == (0, "")
@@ -59,6 +60,7 @@ def test_a_sweep_runs_every_job_in_a_folder_of_its_own_and_ends_with_a_table(tmp
     assert written[0]["overrides"] == ["trainer.lr=0.25", "seed=1", "trainer.total_steps=4"]
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_exits_or_is_unproven_hides_nothing_and_stops_no_other(tmp_path: Path) -> None:
     done = in_sweep(tmp_path, "seed=7,9,3,1")
     assert done.returncode == 1
@@ -73,12 +75,14 @@ def test_a_job_that_fails_exits_or_is_unproven_hides_nothing_and_stops_no_other(
     assert in_sweep(tmp_path, "seed=3,1").returncode == 1
 
 
+@pytest.mark.slow
 def test_jobs_of_an_earlier_sweep_in_the_folder_are_none_of_this_one(tmp_path: Path) -> None:
     in_sweep(tmp_path, "seed=1,2,4")
     assert in_sweep(tmp_path, "seed=1,2").returncode == 0
     assert len(json.loads((tmp_path / "sweep" / "sweep.json").read_text())) == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_sweep_and_the_table_says_what_did_not_run(tmp_path: Path) -> None:
     done = in_sweep(tmp_path, "seed=1,8,2")
     assert done.returncode == 130
@@ -132,6 +136,7 @@ def test_bad_data_ends_a_run_in_one_line_and_a_bug_with_its_traceback() -> None:
     assert "\nfailed: RuntimeError: a bug\n" in failure(RuntimeError("a bug"))[1]
 
 
+@pytest.mark.slow
 def test_a_command_that_is_refused_leaves_the_folder_of_another_run_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "run" / "hydra").mkdir(parents=True)
     (tmp_path / "run" / "hydra" / "overrides.yaml").write_text("- seed=1\n")

@@ -53,6 +53,7 @@ def test_where_it_cannot_say_anything_it_says_why(
     predictor.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_fitted_or_repeated_is_not_predicted_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,14 +12,16 @@ from configs.data import OverlongPrompts
 from configs.schema import Config
 from rollout.prompts import Row
 from rollout.types import Prompt
-from scripts.launch.data import encode_rows, held_out_rows, load_rows
+from scripts.launch.data import encode_rows, encode_sources, held_out_rows, held_out_sources, load_rows, load_sources
 from tests.support.compose import changed
 
 
 class FakeEncoder:
     """A token per character of the question."""
 
-    async def encode(self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int) -> list[Prompt]:
+    async def encode(
+        self, rows: Sequence[Row], template: str, chat_template: bool, max_tokens: int, source: str = ""
+    ) -> list[Prompt]:
         tokens = [tuple(map(ord, row.question)) for row in rows]
         return [Prompt(ordinal=0, text=template, token_ids=t, ground_truth="") for t in tokens if len(t) <= max_tokens]
 
@@ -54,6 +56,28 @@ def test_or_they_are_refused() -> None:
 def test_a_set_without_a_prompt_that_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="no held-out prompt has at most data.max_prompt_tokens=5 tokens"):
         asyncio.run(encode_rows(FILTER, FakeEncoder(), "held-out", [ROWS[1]], Screen()))
+
+
+def test_sources_are_encoded_by_their_own_limits_and_numbered_together() -> None:
+    config = changed(Config(), data__sources={"a": {"data": {"max_prompt_tokens": 5}}, "b": {}})
+    screen = Screen()
+    prompts = asyncio.run(encode_sources(config, FakeEncoder(), "train", {"a": ROWS, "b": ROWS[:2]}, screen))
+    assert [(p.ordinal, p.source, p.source_ordinal, len(p.token_ids)) for p in prompts][1:3] == [
+        (1, "a", 0, 4),
+        (2, "b", 0, 3),
+    ], "the fake numbers all of a source 0"
+    assert screen.messages[0] == "a train: 2 prompts, 1 left out (data.max_prompt_tokens=5)"
+    with pytest.raises(ValueError, match="^data.sources.a: no a train prompt has at most data.max_prompt_tokens=5"):
+        asyncio.run(encode_sources(config, FakeEncoder(), "train", {"a": [ROWS[1]], "b": ROWS}, screen))
+
+
+def test_rows_of_a_source_that_cannot_be_read_are_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    files = {"train_files": f"{tmp_path}/bad.jsonl", "val_files": "none"}
+    config = changed(Config(), data__num_train=9, data__sources={"made": {}, "read": {"data": files}})
+    with pytest.raises(ValueError, match=r"^data.sources.read: .*bad.jsonl:1"):
+        load_sources(config)
+    assert list(held_out_sources(config)) == ["made"], "the other holds nothing out"
 
 
 def test_columns_and_limits_are_those_of_the_config(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 
 from configs.schema import Config
 from scripts.launch import models
-from tests.support.compose import changed
+from tests.support.compose import changed, resolve
 from tests.support.fakes import run_virtual
+from trainer.tiny import chat
+from trainer.tiny.model import EOS_TOKEN_ID
 from trainer.tracking.console import PlainConsole
 
 STEP_S = 10.0
@@ -44,3 +47,20 @@ def test_a_warm_up_has_a_deadline_of_its_own(monkeypatch: pytest.MonkeyPatch, ti
     else:
         with pytest.raises(TimeoutError, match=r"warm-up of the tiny model took longer than model.warmup_timeout_s="):
             run_virtual(making)
+
+
+def test_a_model_for_several_sources_is_shown_them_in_turns_by_their_weights() -> None:
+    """Each with what ends its turns, in one vocabulary that says all of it."""
+    config = resolve("recipe=mixture", "data.sources.search.weight=2", "model.warmup_steps=4")
+    shown = models._demonstrations(config)
+    assert len(shown) == 4 * 16
+    kinds = {"Question": "arithmetic", chat.START: "agent"}
+    of = [next((kind for start, kind in kinds.items() if texts[0].startswith(start)), "search") for texts in shown]
+    assert of[:4].count("search") == 2 and Counter(of) == {"arithmetic": 16, "agent": 16, "search": 32}
+    for kind, texts in zip(of, shown, strict=True):
+        assert all(said.endswith(chat.END) == (kind != "search") for said in texts[1::2])
+    tokenizer = models._warmup_spec(config).tokenizer(shown)
+    assert tokenizer.convert_tokens_to_ids(chat.END) == tokenizer.eos_token_id == EOS_TOKEN_ID
+    for text in ("".join(texts) for texts in shown):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) <= models.MIXED_VOCAB_SIZE + len(chat.TAGS)

@@ -70,6 +70,7 @@ command.Main(name="train", command=busy).exit(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_after_the_training_ends_a_sweep_with_its_table(number: signal.Signals, tmp_path: Path) -> None:
     with started(AFTER_THE_LOOP, "-m", "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep", number=number) as process:
@@ -183,6 +184,7 @@ def joining(folder: Path, timeout_s: float) -> Iterator[tuple[subprocess.Popen[s
             yield process, address
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_join_a_cluster_ends_at_its_deadline(tmp_path: Path) -> None:
     with joining(tmp_path, timeout_s=1.0) as (process, address):
         assert process.wait(60) == 1

@@ -413,6 +413,7 @@ def test_a_folder_that_is_no_run_is_refused(config: str | None, tmp_path: Path) 
         audit(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_for_findings_and_for_what_is_no_run(tmp_path: Path) -> None:
     def ended(run_dir: Path, *options: str, text: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "scripts.audit", str(run_dir), *options]

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from scripts.observe.files import read_arrays
 
 
+@pytest.mark.slow
 def test_whichever_bit_is_changed_arrays_are_read_or_called_damaged(tmp_path: Path) -> None:
     """Among the bits are those by which a zip file would be encrypted, or compressed by a method of the future."""
     path = tmp_path / "step.npz"

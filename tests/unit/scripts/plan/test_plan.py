@@ -159,6 +159,7 @@ def test_a_tool_that_no_process_can_find_is_refused_before_anything_starts(tool_
     assert check_agent_loop(changed(tool_loop, rollout__tools_run_in=ToolPlace.process)) is None
 
 
+@pytest.mark.slow
 def test_a_run_refuses_what_its_dry_run_refuses_in_another_process(tool_loop: Config) -> None:
     with pytest.raises(ConfigError, match=r"^data\.chat_template=false: .*: set data\.chat_template=true$"):
         refuse_agent_loop(changed(tool_loop, data__chat_template=False))

@@ -73,12 +73,14 @@ def operations(rehearsal: Rehearsal, part: str, kind: str) -> list[Operation]:
     return [op for op in rehearsal.operations[0] if (op.part, op.kind) == (part, kind)]
 
 
+@pytest.mark.slow
 def test_a_rank_has_its_share_of_weights_and_moments(rehearsal: Rehearsal) -> None:
     share, found = num_parameters(rehearsal) / RANKS, memory(CONFIG, rehearsal)
     assert found["weights"] == pytest.approx(4 * share, rel=0.01)
     assert found["moments"] == pytest.approx(8 * share, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gradients_stay_whole_until_they_are_reduced(folder: Path) -> None:
     config = changed(CONFIG, trainer__unsharded_gradients_mb=1000)
     found = rehearse(config, "cuda", str(folder))
@@ -110,6 +112,7 @@ def test_ranks_send_the_weights_once_and_receive_the_others(rehearsal: Rehearsal
     assert backward == pytest.approx(layers + reduced, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "times"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_attention_is_computed_again_only_where_nothing_is_kept(kept: str, times: int, folder: Path) -> None:
     config = changed(CONFIG, trainer__gradient_checkpointing=GradientCheckpointing(kept))
@@ -119,6 +122,7 @@ def test_attention_is_computed_again_only_where_nothing_is_kept(kept: str, times
     assert (len(forward), len(again)) == (LAYERS, LAYERS * (times - 1))
 
 
+@pytest.mark.slow
 def test_every_wait_of_the_host_is_shown_with_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(Objective):
         def __call__(self, logprobs: Any, *arguments: Any, **keys: Any) -> Any:
@@ -134,6 +138,7 @@ def test_every_wait_of_the_host_is_shown_with_its_line(folder: Path, monkeypatch
     assert in_attention == [2]  # not for each layer: FSDP must hand on a mask as it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
@@ -200,6 +205,7 @@ def test_what_is_reached_is_what_a_gpu_check_measured_or_what_is_public(tmp_path
         find_card("V100")
 
 
+@pytest.mark.slow
 def test_divided_experts_are_weights_of_their_rank_and_their_tokens_go_over_the_wire(tmp_path: Path) -> None:
     random_model("qwen3_moe", num_experts=8).save_pretrained(tmp_path)
     gathered, divided = (

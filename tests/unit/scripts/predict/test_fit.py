@@ -45,6 +45,7 @@ def test_the_fit_recovers_what_the_run_was_made_of(case: tuple[Profile, Path]) -
     assert found.has_tools == made_of.has_tools
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", [{}, {"max_staleness": 3, "group_size": 8}])
 def test_the_fitted_profile_predicts_the_run_and_others(case: tuple[Profile, Path], changed: dict[str, int]) -> None:
     made_of, run_dir = case

@@ -32,6 +32,7 @@ def test_a_synchronous_step_is_generation_then_training() -> None:
     assert (found.staleness_p50, found.staleness_max) == (0, 0)
 
 
+@pytest.mark.slow
 def test_1024_replicas_can_be_planned() -> None:
     """Each has one request, and 16 ranks take the 16th part of the time that depends on tokens."""
     profile = replace(EQUAL, train_s=0.2, train_s_per_token=1e-4)
@@ -112,6 +113,7 @@ def test_every_configuration_has_as_many_evaluations_and_updates() -> None:
     assert steps("", eval_every=41) == (20, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_a_period_of_evaluations_tells_as_much_as_several(max_staleness: int) -> None:
     evaluated = replace(EQUAL, evaluation_requests=64, train_s=0.1)

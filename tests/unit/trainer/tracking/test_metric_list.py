@@ -11,6 +11,7 @@ from trainer.tracking.metric_list import SECTIONS, MetricEntry, describe, metric
 
 METRICS = metric_list()
 PRODUCT = ("rollout", "trainer", "weight_sync", "scripts/launch")
+BY_SOURCE = "sources/<source>/"
 FAMILIES = {entry.name.partition("/")[0] for entry in METRICS}
 
 
@@ -41,7 +42,10 @@ def test_every_metric_named_in_the_code_is_in_the_list() -> None:
 def test_every_entry_is_a_metric_of_the_code(entry: MetricEntry) -> None:
     """The whole name is in the code, or, where the code puts it together, its last part: "score" of timing_s/score."""
     last = entry.name.partition("/")[2]
-    if "<" in entry.name:
+    if entry.name.startswith(BY_SOURCE):
+        name = entry.name.removeprefix(BY_SOURCE).partition("<")[0]
+        assert any(text.removeprefix("sources/<>/").startswith(name) for text in CODE), name
+    elif "<" in entry.name:
         family, kind = entry.name.replace("<data source/>", "").rsplit("/", 1)
         assert any(text.startswith(f"{family}/<>") for text in CODE), family
         assert kind.startswith("<") or any(text.startswith(kind.partition("<")[0]) for text in CODE), kind

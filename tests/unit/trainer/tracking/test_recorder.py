@@ -137,6 +137,8 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
         "tool_s": 0.0,
         "score_s": 0.0,
         "row": None,
+        "source": "",
+        "source_ordinal": 0,
     }
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
 
@@ -196,6 +198,7 @@ def test_samples_of_evaluations_and_discarded_groups_are_written_and_go_aside_wi
         **{"ordinal": 4, "index": 0, "data_source": "aime", "prompt": "3 + 4?", "response": "it is 7"},
         **{"ground_truth": "7", "accuracy": 1.0, "answer": "7", "error": None, "versions": [2, 3]},
         "response_tokens": 3,
+        "source": "",
     }
 
     def discarded(folder: Path) -> list[tuple[int, str, int, str | None]]:

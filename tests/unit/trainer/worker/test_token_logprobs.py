@@ -103,6 +103,7 @@ def assert_close(found: Tensor, expected: Tensor, relative: float) -> None:
     assert error <= relative * expected.double().norm(), f"relative error {error / expected.double().norm():.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("entropy_has_gradient", [False, True])

@@ -91,6 +91,7 @@ def make_old(*paths: Path) -> None:
         os.utime(path, (0, 0))
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_published_is_swept_and_what_a_living_one_did_stays(directory: Path) -> None:
     with publisher(directory, "killed") as killed, publisher(directory, "alive"):
         [left], [live] = directory.glob("slipstream-killed-*"), directory.glob("slipstream-alive-*")

@@ -186,6 +186,7 @@ def test_a_receiver_that_was_left_half_way_forgets_its_base(directory: Path) -> 
     trainer.update(new, 4, {"a": 1}).assert_received(new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("touched", [True, False])
 def test_weights_that_are_not_the_trainers_after_the_changes_name_their_tensor(touched: bool, directory: Path) -> None:
     trainer = fleet(directory, num_ranks=2)

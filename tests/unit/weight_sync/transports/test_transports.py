@@ -84,6 +84,7 @@ def test_readers_cannot_write_into_the_weights_of_others(transport: str, directo
     assert_same(receive(RECEIVERS[transport](), manifest), weights(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared_memory", "filesystem"])
 def test_a_byte_that_changed_names_its_tensor(transport: str, directory: Path) -> None:
     manifest = make_fleet(transport, directory, num_ranks=2).publish(weights(1), 1, {})

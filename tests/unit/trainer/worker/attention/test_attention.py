@@ -102,6 +102,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
     ("layout", "attend", "most_kept"),
@@ -132,6 +133,7 @@ def test_values_and_gradients_are_those_of_the_pairs_that_are_allowed(
 SINKS = torch.tensor([0.3, -1, 2, 0], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "more"),
     [
@@ -296,6 +298,7 @@ def test_on_a_gpu_float32_needs_no_kernels_that_are_compiled(
     assert chosen(query, query, rows, added) is kind
 
 
+@pytest.mark.slow
 def test_flex_is_compiled_once_for_rows_of_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each micro-batch has a mask function of its own, over tensors of its own."""
     compiled: list[Any] = []

@@ -1,0 +1,196 @@
+"""The sources of a run's prompts: the one that the sections describe or, with data.sources, several.
+
+Each source of data.sources has a config of its own: that of the run, with the keys that the source sets over it.
+Whatever reads a config (data, agent workers, rewards, evaluation) reads that of a source, and knows of no other.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.checks.problem import Problem
+from configs.checks.ranges import WEIGHT
+from configs.data import DataConfig
+from configs.rollout import SessionsConfig
+from configs.schema import Config
+
+NAME = re.compile(r"[A-Za-z][\w-]*")
+NUMBERS = ("weight", "loss_coef")
+"""The keys of a source that are not those of a section."""
+ITS_KEYS = {
+    "data": {field.name for field in fields(DataConfig)} - {"sources"},
+    "rollout": {
+        *("max_response_tokens", "top_p", "top_k", "min_p", "stop"),
+        *("agent_loop", "agent", "agent_command", "agent_args", "tools_run_in", "tool_processes"),
+        *("reward", "reward_runs_in", "reward_processes", "reward_timeout_s", "format_pattern", "verify_timeout_s"),
+    },
+    "algorithm": {"group_size", "overlong_buffer_tokens", "overlong_penalty"},
+    "sessions": {field.name for field in fields(SessionsConfig)} - {"host", "max_open"},
+}
+"""The keys that a source may set, by section. All others say how the processes work that the sources share."""
+WHOLE = {"data": ("loader_args",), "rollout": ("agent_args",)}
+"""Keys whose values are dicts of one user's: those of a source take the place of the run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A source of prompts.
+
+    Example: Source(name="search", weight=2.0, loss_coef=1.0, config=config)
+    """
+
+    name: str
+    """Empty where the run has no data.sources."""
+    weight: float = 1.0
+    """Its share of the trained groups, relative to the other weights."""
+    loss_coef: float = 1.0
+    """Factor of the loss weights of its tokens."""
+    config: Config
+    """The run as if it had no other source."""
+
+
+def sources_of(config: Config) -> list[Source]:
+    """Return the sources of a config that was checked: one without a name where it has no data.sources."""
+    if not config.data.sources:
+        return [Source(name="", config=config)]
+    return [
+        Source(
+            name=name,
+            weight=float(entry.get("weight", 1)),
+            loss_coef=float(entry.get("loss_coef", 1)),
+            config=_composed(config, entry),
+        )
+        for name, entry in config.data.sources.items()
+    ]
+
+
+def loss_coefficients(config: Config) -> dict[str, float]:
+    """Return the loss coefficient of each source of data.sources by name."""
+    return {name: float(entry.get("loss_coef", 1)) for name, entry in config.data.sources.items()}
+
+
+def longest_source(config: Config) -> Config:
+    """Return the config of the source with the longest sequences: data.max_prompt_tokens + rollout.max_response_tokens.
+    Engines and train workers must have room for them."""
+    every = (source.config for source in sources_of(config))
+    return max(every, key=lambda its: its.data.max_prompt_tokens + its.rollout.max_response_tokens)
+
+
+def longest_response(config: Config) -> int:
+    """Return the largest rollout.max_response_tokens of all sources."""
+    of_run = config.rollout.max_response_tokens
+    sections = (entry.get("rollout") or {} for entry in config.data.sources.values())
+    return max((section.get("max_response_tokens", of_run) for section in sections), default=of_run)
+
+
+def source_problems(config: Config) -> Iterator[Problem]:
+    """Yield what is wrong with the entries of data.sources themselves."""
+    for name, entry in config.data.sources.items():
+        key = f"data.sources.{name}"
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            yield Problem(key, "a name must begin with a letter, and have letters, digits, - and _ only", repr(name))
+        if not isinstance(entry, Mapping):
+            allowed = "must be a mapping with weight, loss_coef and the sections that differ: {rollout: {reward: dapo}}"
+            yield Problem(key, allowed, repr(entry))
+            continue
+        problems = list(_entry_problems(key, entry))
+        yield from problems
+        if not problems:
+            yield from _type_problems(config, key, entry)
+
+
+def unread_keys(config: Config, overrides: Sequence[str]) -> Iterator[Problem]:
+    """Yield the keys that a command line sets for the run, and that every source sets for itself."""
+    entries = config.data.sources.values()
+    for override in overrides:
+        section, *names = override.partition("=")[0].lstrip("+").split(".")
+        names = names[:1] if names and names[0] in WHOLE.get(section, ()) else names
+        key = ".".join((section, *names))
+        if section in ITS_KEYS and names and all(_sets(entry, (section, *names)) for entry in entries):
+            yield Problem(key, f"has no effect, as every source sets its own: set data.sources.NAME.{key}")
+
+
+def _sets(entry: Mapping[str, Any], path: Sequence[str]) -> bool:
+    """Return whether the entry of a source has a value there."""
+    value: Any = entry
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True
+
+
+def _entry_problems(key: str, entry: Mapping[Any, Any]) -> Iterator[Problem]:
+    for number in NUMBERS:
+        value = entry.get(number, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= WEIGHT:
+            yield Problem(f"{key}.{number}", f"must be a number above 0 and at most {WEIGHT:g}", repr(value))
+    for section, values in entry.items():
+        if section in NUMBERS:
+            continue
+        if section not in ITS_KEYS:
+            allowed = f"a source has {', '.join((*NUMBERS, *ITS_KEYS))}; what else there is, all sources share"
+            yield Problem(f"{key}.{section}", allowed, repr(values))
+        elif not isinstance(values, Mapping):
+            yield Problem(f"{key}.{section}", f"must be a mapping of keys of {section}.*", repr(values))
+        else:
+            yield from _unknown_keys(key, section, values)
+
+
+def _unknown_keys(key: str, section: str, values: Mapping[Any, Any]) -> Iterator[Problem]:
+    for name in values:
+        if name in ITS_KEYS[section]:
+            continue
+        its = ", ".join(sorted(ITS_KEYS[section]))
+        is_shared = name in {field.name for field in fields(_section_type(section))}
+        shared = f"all sources share {section}.{name}: set it there" if is_shared else "there is no such key"
+        yield Problem(f"{key}.{section}.{name}", f"{shared}; a source may set {section}.*: {its}", repr(values[name]))
+
+
+def _section_type(section: str) -> type:
+    return Config.__dataclass_fields__[section].type
+
+
+def _type_problems(config: Config, key: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+    for section in ITS_KEYS:
+        for name, value in entry.get(section, {}).items():
+            try:
+                _composed(config, {section: {name: value}})
+            except OmegaConfBaseException as error:
+                yield Problem(f"{key}.{section}.{name}", str(error).splitlines()[0], repr(value))
+
+
+def _composed(config: Config, entry: Mapping[str, Any]) -> Config:
+    """Return the config of a source. Raises OmegaConfBaseException for a value of another type."""
+    sections = {
+        section: _with(getattr(config, section), entry[section], WHOLE.get(section, ()))
+        for section in ITS_KEYS
+        if section in entry
+    }
+    composed = replace(config, **sections)
+    return replace(composed, data=replace(composed.data, sources={}))
+
+
+def _with(section: Any, values: Mapping[str, Any], whole: tuple[str, ...]) -> Any:
+    files = {name: ",".join(map(str, value)) for name, value in values.items() if _is_list_of_files(name, value)}
+    node: DictConfig = OmegaConf.structured(replace(section, **{name: {} for name in whole if name in values}))
+    return OmegaConf.to_object(OmegaConf.merge(writable(node), {**values, **files}))
+
+
+def writable(node: DictConfig) -> DictConfig:
+    """Return the node with values that can be merged over. OmegaConf makes read-only nodes from frozen dataclasses."""
+    OmegaConf.set_readonly(node, False)
+    if not node:
+        OmegaConf.set_struct(node, False)  # its keys are the user's
+    for key in node:
+        if OmegaConf.is_dict(node[key]):
+            writable(node[key])
+    return node
+
+
+def _is_list_of_files(name: str, value: Any) -> bool:
+    return name in ("train_files", "val_files") and isinstance(value, list)

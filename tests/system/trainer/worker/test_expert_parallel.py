@@ -73,7 +73,8 @@ def assert_same(found: Outcome, expected: Outcome, path: str) -> None:
         assert error.norm() < 1e-3 * moved.norm(), f"{name}: {error.norm() / moved.norm():.1e}"
 
 
-@pytest.mark.parametrize("families", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("families", [FIRST, OTHERS])
 def test_two_ranks_learn_as_one_that_has_all_experts(
     families: tuple[str, ...], paths: dict[str, str], steps: list[list[TrajectoryGroup]], tmp_path: Path
 ) -> None:

@@ -47,7 +47,8 @@ class Raises:
 
 class RaisingAgentWorker(AgentWorkerActor):
     def __init__(self, **_: Any):
-        self._worker: Any = Raises()
+        self._workers: Any = {"": Raises()}
+        self._replicas: Any = {}
         self._moves: Any = {}
 
 

@@ -81,6 +81,10 @@ class DataConfig:
     """`package.module:function` that takes the text of train_files or val_files and returns its rows as dicts."""
     loader_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of data.loader beside that text, and of data.demonstrations, by name: data.loader_args.data_seed=1."""
+    harbor: str | None = None
+    """A task in Harbor's format, a folder of such tasks, or a list of these; slipstream/tasks are three that come with
+    the package. It stands for train_files, loader and chat_template here, and for rollout.agent_loop and
+    rollout.reward. val_files may name other tasks; without it and val_share, nothing is held out."""
     demonstrations: str | None = None
     """A `package.module:function` of (num, seed) that returns that many pairs of a question and its answer, on which
     a model.kind=tiny is warmed up in place of data.generated. An episode of several turns goes on with what the model

@@ -20,7 +20,8 @@ from configs.checkpoint import UnreadableConfigError, read_config
 from configs.checks.problem import values
 from configs.checks.sections import TRAIN_AND_VAL
 from configs.data import NO_FILES, DataConfig
-from configs.mixture import writable
+from configs.harbor import expanded
+from configs.mixture import LISTED, writable
 from configs.schema import Config, RayConfig
 from configs.validate import ConfigError, check
 
@@ -36,10 +37,11 @@ class _GivenData(DataConfig):
 
     train_files: Any = None
     val_files: Any = None
+    harbor: Any = None
 
     def normal(self) -> DataConfig:
         fields: dict[str, Any] = {name: getattr(self, name) for name in DataConfig.__dataclass_fields__}
-        files = {name: _joined(f"data.{name}", fields[name]) for name in TRAIN_AND_VAL}
+        files = {name: _joined(f"data.{name}", fields[name]) for name in LISTED}
         return DataConfig(**{**fields, **files})
 
 
@@ -64,6 +66,7 @@ def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL, over
     for key, value in values(config):
         if isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
             raise ConfigError(f"{key}={value}: must be a list of texts")  # OmegaConf takes lists for texts there
+    config = expanded(config, overrides)
     check(config, needed_files, overrides)
     return config
 

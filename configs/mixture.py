@@ -34,6 +34,8 @@ ITS_KEYS = {
 """The keys that a source may set, by section. All others say how the processes work that the sources share."""
 WHOLE = {"data": ("loader_args",), "rollout": ("agent_args",)}
 """Keys whose values are dicts of one user's: those of a source take the place of the run's."""
+LISTED = ("train_files", "val_files", "harbor")
+"""Keys of data.* whose texts, which have commas, may be lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,4 +195,4 @@ def writable(node: DictConfig) -> DictConfig:
 
 
 def _is_list_of_files(name: str, value: Any) -> bool:
-    return name in ("train_files", "val_files") and isinstance(value, list)
+    return name in LISTED and isinstance(value, list)

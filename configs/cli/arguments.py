@@ -1,10 +1,13 @@
 """A command line as Hydra reads it, told apart: options, overrides, and the jobs of a sweep."""
 
 import itertools
+import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, Quote, QuotedString, RangeSweep
@@ -16,6 +19,7 @@ from configs.validate import ConfigError
 
 MODEL_PATHS = ("model.path", "teacher.path")
 COMMAND = "rollout.agent_command"
+SOURCES = "data.sources"
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 IN_QUOTES = re.compile(rf"{_TEXT}(?:,{_TEXT})*")
 """A text in quotes, or several of a sweep."""
@@ -76,7 +80,7 @@ class Arguments:
 def parse(arguments: Sequence[str]) -> Arguments:
     """Parse the words. Raise ConfigError for a word that is neither an override nor belongs to an option, and for an
     option that --help does not go with."""
-    line = Arguments(tuple(_pinned(_with_quotes(argument)) for argument in arguments))
+    line = Arguments(tuple(_with_names(_pinned(_with_quotes(argument))) for argument in arguments))
     others = [word for word in line.options if word.startswith("-") and word not in SWEEP_OPTIONS | HELP_OPTIONS]
     if line.asks_for_help and others:
         raise ConfigError(f"--help: takes a section, key=value and -m, not {others[0]}")
@@ -117,6 +121,34 @@ def _without_link(path: str) -> str:
     links = (place for place in (whole, *whole.parents) if place.name == LATEST and place.is_symlink())
     link = next(links, None)
     return path if link is None else str(link.resolve() / whole.relative_to(link))
+
+
+def _with_names(argument: str) -> str:
+    """Give each source of data.sources=[{harbor: FOLDER}] the name of its folder."""
+    key, _, value = argument.partition("=")
+    if key.lstrip("+") != SOURCES or not value.startswith("["):
+        return argument
+    named: dict[str, Any] = {}
+    for entry in parsed([argument])[0].value():  # pyright: ignore[reportGeneralTypeIssues]
+        is_entry = isinstance(entry, dict) and isinstance(entry.get("data", {}), dict)
+        if not is_entry or not isinstance(folder := entry.get("harbor"), str):
+            allowed = "each entry of a list must have harbor: FOLDER; other sources have names: {NAME: {weight: 2}}"
+            raise ConfigError(f"{argument}: {allowed}")
+        name = Path(os.path.abspath(os.path.expanduser(folder))).name
+        if name in named:
+            raise ConfigError(f"{argument}: two of the folders are called {name}: name them: {{NAME: {{data: ...}}}}")
+        others = {section: value for section, value in entry.items() if section != "harbor"}
+        named[name] = {**others, "data": {**entry.get("data", {}), "harbor": folder}}
+    return f"{key}={_text(named)}"
+
+
+def _text(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_text(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_text, value)) + "]"
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:

@@ -17,6 +17,7 @@ from rollout.mixture import joined
 from rollout.prompts import Row
 from rollout.types import Prompt
 from scripts.launch.models import generated_problems, world_questions
+from scripts.launch.sandboxes import refuse_tasks
 from trainer.tracking.console import Console
 
 Rows = tuple[list[Row], list[Row] | None]
@@ -29,7 +30,8 @@ def load_sources(config: Config) -> dict[str, Rows]:
     every: dict[str, Rows] = {}
     for source in sources_of(config):
         with naming(source.name):
-            every[source.name] = load_rows(source.config)
+            every[source.name] = train, held_out = load_rows(source.config)
+            refuse_tasks(source.config, [*train, *(held_out or ())])
     return every
 
 
@@ -91,6 +93,7 @@ def held_out_sources(config: Config) -> dict[str, list[Row]]:
         if source.config.data.holds_out or not source.name:
             with naming(source.name):
                 every[source.name] = held_out_rows(source.config)
+                refuse_tasks(source.config, every[source.name])
     return every
 
 

@@ -1,14 +1,22 @@
 """Sees to it that a run that needs sandboxes can start them, before anything else starts."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from configs.checks.sandbox import needs_sandbox
+from configs.harbor import AGENT_LOOP
 from configs.mixture import Source, sources_of
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 from configs.validate import ConfigError
-from rollout.environments.sandbox.launching import SandboxUnavailableError, check_backend, is_shown
+from rollout.data.sources import DataError
+from rollout.environments.sandbox.harbor import COLUMN, Task, TaskError, read_task
+from rollout.environments.sandbox.launching import SandboxUnavailableError, check_backend, has_image, is_shown
 from rollout.environments.sandbox.sandboxes import provide
+from rollout.prompts import Row
+
+MOST_SHOWN = 3
+"""The tasks that an error names."""
 
 
 def refuse_without_sandboxes(config: Config) -> None:
@@ -38,6 +46,43 @@ def _refuse_shown_data(source: Source) -> None:
                 raise ConfigError(
                     f"{whose}data.{key}={entry.strip()}: is in {folder}: move it out, or set sandbox.image"
                 )
+
+
+def refuse_tasks(config: Config, rows: Iterable[Row]) -> None:
+    """Raise DataError where a row is a task of Harbor's format that the sandboxes of the run cannot do: it would fail
+    in each of its episodes.
+
+    Args:
+        config: That of the rows' source.
+    """
+    if config.rollout.agent_loop != AGENT_LOOP:
+        return
+    tasks = [read_task(Path(row.extra[COLUMN])) for row in rows if COLUMN in row.extra]
+    problems = list(_task_problems(config, tasks))
+    if problems:
+        key = "data.train_files and val_files" if config.data.harbor is None else f"data.harbor={config.data.harbor}"
+        more = f"\nand {len(problems) - MOST_SHOWN} more tasks" if len(problems) > MOST_SHOWN else ""
+        raise DataError(f"{key}: task " + "\ntask ".join(problems[:MOST_SHOWN]) + more)
+
+
+def _task_problems(config: Config, tasks: Sequence[Task]) -> Iterator[str]:
+    are_here = dict[str, bool]()
+    for task in tasks:
+        try:
+            image = task.image(config.sandbox)
+        except TaskError as error:
+            yield str(error)
+            continue
+        if image is None or config.ray.address is not None:  # the machines of a cluster have images of their own
+            continue
+        if image not in are_here:
+            try:
+                are_here[image] = has_image(config.sandbox, image)
+            except SandboxUnavailableError as error:
+                raise DataError(str(error)) from error
+        if not are_here[image]:
+            backend = config.sandbox.backend.value
+            yield f"{task.folder}: docker_image={image} is not on this machine: `{backend} pull {image}` fetches it"
 
 
 def prepare_sandboxes(config: Config) -> None:

@@ -95,7 +95,8 @@ class Task:
             return self.docker_image
         if self.docker_image is not None and config.image is None:
             unpacked = "sandbox.image=FOLDER, in which `docker export` of a container of it is unpacked"
-            raise TaskError(f"{self.folder}: is made for the image {self.docker_image}: set {unpacked}")
+            needs = f"docker_image={self.docker_image} needs {unpacked}, or sandbox.backend=docker or podman"
+            raise TaskError(f"{self.folder}: {needs}; this is sandbox.backend=bubblewrap without sandbox.image")
         return None
 
 

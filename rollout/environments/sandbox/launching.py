@@ -248,6 +248,17 @@ def check_backend(config: SandboxConfig) -> None:
     raise unavailable(config, launcher, error)
 
 
+def has_image(config: SandboxConfig, image: str) -> bool:
+    """Return whether docker or podman has an image on this machine. Raises SandboxUnavailableError where it does not
+    say."""
+    argv = (config.backend.value, "image", "inspect", "--format", "{{.Id}}", image)
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise unavailable(config, make_launcher(config), str(failure)) from failure
+    return done.returncode == 0
+
+
 def unavailable(config: SandboxConfig, launcher: Launcher, error: str) -> SandboxUnavailableError:
     """Return the error of a start that failed with this text."""
     return SandboxUnavailableError(f"{KEY}={config.backend.value}: {launcher.advice(error)} ({error[-300:]})")

@@ -323,5 +323,5 @@ def test_containers_are_sandboxes_too(name: str, tmp_path: Path, monkeypatch: py
 def test_a_task_names_the_image_of_its_container() -> None:
     task = replace(harbor.read_task(TASKS / "count_errors"), docker_image="made/for:it")
     assert task.image(replace(SMALL, backend=SandboxBackend.docker)) == "made/for:it"
-    with pytest.raises(harbor.TaskError, match="is made for the image made/for:it: set sandbox.image=FOLDER"):
+    with pytest.raises(harbor.TaskError, match="docker_image=made/for:it needs sandbox.image=FOLDER"):
         task.image(SMALL)

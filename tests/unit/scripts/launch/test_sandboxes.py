@@ -1,5 +1,6 @@
 """A run that needs sandboxes starts only where there are any, and its keys are checked before."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 from configs.validate import ConfigError, check
+from rollout.environments.sandbox.launching import shipped_tasks
 from rollout.environments.sandbox.sandboxes import provide, sandbox_config
+from scripts.launch.data import held_out_sources, load_sources
 from scripts.launch.sandboxes import prepare_sandboxes, refuse_without_sandboxes
-from tests.support.compose import changed
+from tests.support.compose import changed, resolve
 
 REWARD = "rollout.environments.sandbox.hidden_tests:hidden_tests"
 NEEDING: list[dict[str, Any]] = [
@@ -29,6 +32,47 @@ def test_a_run_that_needs_sandboxes_is_refused_where_bubblewrap_is_missing(
         refuse_without_sandboxes(changed(Config(), **keys))
     refuse_without_sandboxes(Config())
     refuse_without_sandboxes(changed(Config(), **keys, ray__address="head:6379"))
+
+
+def make_tasks(folder: Path, images: dict[str, str]) -> Path:
+    """Make a task of Harbor's format for each name, made for the image of that name."""
+    for name, image in images.items():
+        shutil.copytree(shipped_tasks() / "count_errors", folder / name)
+        with (folder / name / "task.toml").open("a") as toml:  # it ends in the table of the environment
+            toml.write(f'docker_image = "{image}"\n')
+    return folder
+
+
+def test_tasks_whose_image_bubblewrap_cannot_start_are_refused_before_their_first_episode(tmp_path: Path) -> None:
+    tasks = make_tasks(tmp_path / "tasks", {name: "python:3.12" for name in "abcde"})
+    with pytest.raises(ConfigError) as refusal:
+        load_sources(resolve("model=chat", f"+data.sources.code.data.harbor={tasks}"))
+    first, *_, last = str(refusal.value).splitlines()
+    assert first.startswith(f"data.sources.code: data.harbor={tasks}: task {tasks}/a: docker_image=python:3.12 needs ")
+    assert "needs sandbox.image=FOLDER" in first and "or sandbox.backend=docker or podman" in first
+    assert last == "and 2 more tasks"
+    unpacked = resolve("model=chat", f"data.harbor={tasks}", f"sandbox.image={tmp_path}")
+    assert len(load_sources(unpacked)[""][0]) == 5
+    held_out = resolve("model=chat", "data.harbor=slipstream/tasks", f"data.val_files={tasks}")
+    with pytest.raises(ConfigError, match=f"task {tasks}/a: docker_image=python:3.12 needs sandbox.image"):
+        held_out_sources(held_out)
+
+
+def test_tasks_whose_image_docker_has_not_are_refused_with_the_command_that_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\necho "$@" >> "$0.calls"\n[ "$5" = here:1 ]\n')
+    docker.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    tasks = make_tasks(tmp_path / "tasks", {"a": "here:1", "b": "here:1", "c": "there:1"})
+    words = ("model=chat", f"data.harbor={tasks}", "sandbox.backend=docker", "sandbox.image=here:1")
+    with pytest.raises(ConfigError) as refusal:
+        load_sources(resolve(*words))
+    fetch = "docker_image=there:1 is not on this machine: `docker pull there:1` fetches it"
+    assert str(refusal.value) == f"data.harbor={tasks}: task {tasks}/c: {fetch}"
+    assert len((tmp_path / "docker.calls").read_text().splitlines()) == 2, "each image is asked for once"
+    load_sources(resolve(*words, "ray.address=head:6379"))
 
 
 def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:

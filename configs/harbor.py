@@ -80,11 +80,13 @@ def _set_keys(config: Config, words: set[str]) -> Keys:
 def _expanded_source(name: str, entry: Any, config: Config) -> Any:
     """Return the entry of a source in the long form. One that is malformed stays as it is: `source_problems` names
     it."""
-    sections = [entry.get(section, {}) for section in ("data", "rollout")] if isinstance(entry, Mapping) else [None]
-    if not all(isinstance(section, Mapping) for section in sections) or sections[0].get("harbor") is None:
+    if not isinstance(entry, Mapping):
         return entry
-    folders, val_share = sections[0]["harbor"], sections[0].get("val_share", config.data.val_share)
-    return {**entry, **_merged(f"data.sources.{name}.", entry, folders, val_share)}
+    data, rollout = entry.get("data", {}), entry.get("rollout", {})
+    if not isinstance(data, Mapping) or not isinstance(rollout, Mapping) or data.get("harbor") is None:
+        return entry
+    val_share = data.get("val_share", config.data.val_share)
+    return {**entry, **_merged(f"data.sources.{name}.", entry, data["harbor"], val_share)}
 
 
 def _merged(prefix: str, keys: Mapping[str, Any], folders: Any, val_share: float | None) -> Keys:

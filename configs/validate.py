@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from configs.checks import sections
+from configs.checks.agents import agent_problems
 from configs.checks.algorithm import algorithm_problems
 from configs.checks.curriculum import curriculum_problems
 from configs.checks.engine_args import engine_args_problems
-from configs.checks.named_agents import named_agent_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
 from configs.checks.sandbox import sandbox_problems
@@ -77,8 +77,7 @@ def _lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]
             *sections.ray_problems(config),
             *sections.serve_problems(config),
             *sections.rollout_problems(config),
-            *named_agent_problems(config, needed_files),
-            *sections.chat_template_problems(config, needed_files),
+            *agent_problems(config, needed_files),
             *sections.speculative_problems(config),
             *engine_args_problems(config, trains=tuple(needed_files) == TRAIN_AND_VAL),
             *sections.evaluation_problems(config),

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +16,8 @@ from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
 from configs.data import NO_FILES, Generated, parse_sources
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
-from configs.named_agents import NAMED_AGENTS
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
-from configs.rollout import PROMPT_PLACEHOLDER, AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
+from configs.rollout import AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
@@ -245,78 +243,6 @@ def unread_sft_keys(config: Config, needed_files: Sequence[str], overrides: Sequ
             yield Problem(key, f"only `slipstream sft`, and training with {CE_COEF} above 0, read it")
 
 
-def _harness_problems(config: Config) -> Iterator[Problem]:
-    rollout, sessions = config.rollout, config.sessions
-    harnesses = [key for key in ("agent", "agent_command") if getattr(rollout, key) is not None]
-    if not harnesses:
-        return
-    if len(harnesses) == 2:
-        yield Problem("rollout.agent_command", "rollout.agent is set, too: a run has one harness")
-    if rollout.agent_loop not in BUILT_IN_AGENT_LOOPS:
-        yield Problem("rollout.agent_loop", f"rollout.{harnesses[0]} is set, too: a run has an agent loop or a harness")
-    if rollout.agent is not None:
-        yield from dotted_problems(
-            "rollout.agent", rollout.agent, tuple(NAMED_AGENTS), ("task", "client"), rollout.agent_args
-        )
-    if rollout.agent_command is not None:
-        yield from _command_problems(rollout.agent_command)
-    if sessions.timeout_s >= rollout.group_timeout_s:
-        yield Problem("sessions.timeout_s", f"must be less than rollout.group_timeout_s={rollout.group_timeout_s:g}")
-
-
-def chat_template_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
-    """Keys that need a chat template, where the model that is made here has none. Other tokenizers are looked at when
-    they are there."""
-    is_plain = config.model.kind is ModelKind.tiny and config.data.generated is not Generated.calculator
-    if not is_plain or not set(needed_files) & set(TRAIN_AND_VAL):
-        return
-    allowed = (
-        f"needs a chat template, which the model of data.generated={config.data.generated.value} has not: set "
-        "model=chat, whose data.generated=calculator gives it one, or model=hf model.path=..."
-    )
-    if config.data.chat_template:
-        yield Problem("data.chat_template", allowed)
-    for key in ("agent", "agent_command"):
-        if getattr(config.rollout, key) is not None:
-            yield Problem(f"rollout.{key}", allowed)
-
-
-def _command_problems(command: str) -> Iterator[Problem]:
-    if not command.strip():
-        yield Problem("rollout.agent_command", "must be a command", repr(command))
-    if _is_in_quotes(command, PROMPT_PLACEHOLDER):
-        allowed = f"{PROMPT_PLACEHOLDER} must stand outside of quotes: it is quoted for the shell"
-        yield Problem("rollout.agent_command", allowed)
-
-
-def _is_in_quotes(command: str, word: str) -> bool:
-    """Return whether the word begins inside of quotes of the shell anywhere in the command."""
-    quote, is_escaped = "", False
-    for index, character in enumerate(command):
-        if quote and command.startswith(word, index):
-            return True
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\" and quote != "'":
-            is_escaped = True
-        elif character in "'\"" and quote in ("", character):
-            quote = "" if quote else character
-    return False
-
-
-def _session_problems(config: Config) -> Iterator[Problem]:
-    """Keys that only commands read, and folders that are not there."""
-    sessions, template = config.sessions, config.sessions.folder_template
-    if sessions.command_reward and config.rollout.agent_command is None:
-        yield Problem("sessions.command_reward", "needs rollout.agent_command")
-    if template is None:
-        return
-    if not sessions.fresh_folder:
-        yield Problem("sessions.folder_template", "needs sessions.fresh_folder=true")
-    if not Path(template).expanduser().is_dir():
-        yield Problem("sessions.folder_template", "no such folder")
-
-
 def rollout_problems(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
     if not 0 < rollout.temperature < math.inf:
@@ -329,10 +255,6 @@ def rollout_problems(config: Config) -> Iterator[Problem]:
     yield from dotted_problems("rollout.agent_loop", rollout.agent_loop, BUILT_IN_AGENT_LOOPS, ("tokenizer",), args)
     if rollout.agent_args and rollout.agent is None and rollout.agent_loop in BUILT_IN_AGENT_LOOPS:
         yield Problem("rollout.agent_args", "are those of rollout.agent_loop=package.module:name, or of rollout.agent")
-    yield from _harness_problems(config)
-    yield from _session_problems(config)
-    if (rollout.agent or rollout.agent_command) is not None:
-        yield from _sessions_host_problems(config.sessions.host)
     try:
         for term in parse_reward(rollout.reward):
             yield from dotted_problems("rollout.reward", term.path, BUILT_IN_REWARDS, ("prompt", "text"))
@@ -533,13 +455,6 @@ def serve_problems(config: Config) -> Iterator[Problem]:
         yield Problem("serve.allowed_hosts", f"{wrong[0]!r} must be a name or an address: no scheme, port or brackets")
     if not serve.is_loopback and not serve.require_token:
         yield Problem("serve.require_token", f"serve.host={serve.host} is not a loopback address: must be true")
-
-
-def _sessions_host_problems(host: str) -> Iterator[Problem]:
-    try:
-        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
-    except OSError:
-        yield Problem("sessions.host", "must be an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0")
 
 
 def _is_host(name: str) -> bool:

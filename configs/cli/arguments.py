@@ -128,8 +128,11 @@ def _with_names(argument: str) -> str:
     key, _, value = argument.partition("=")
     if key.lstrip("+") != SOURCES or not value.startswith("["):
         return argument
+    entries = parsed([argument])[0].value()
+    if not isinstance(entries, list):  # a sweep over several lists
+        return argument
     named: dict[str, Any] = {}
-    for entry in parsed([argument])[0].value():  # pyright: ignore[reportGeneralTypeIssues]
+    for entry in entries:
         is_entry = isinstance(entry, dict) and isinstance(entry.get("data", {}), dict)
         if not is_entry or not isinstance(folder := entry.get("harbor"), str):
             allowed = "each entry of a list must have harbor: FOLDER; other sources have names: {NAME: {weight: 2}}"

@@ -27,7 +27,8 @@ from configs.cli.arguments import override
 from configs.named_agents import NAMED_AGENTS
 from configs.schema import Config
 from configs.validate import ConfigError
-from scripts.command.command import FAILED, Ended, Invocation, Main, run_async
+from scripts.command.command import FAILED, Ended, run_async
+from scripts.command.config_only import ConfigOnly, take
 
 KEY = re.compile(r"[~+]*[a-z][\w./@]*=")
 """The beginning of a word that is a key with its value, and no command."""
@@ -43,16 +44,8 @@ class Arguments:
 
 
 def main() -> None:
-    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
-        sys.stdout.write(__doc__ or "")
-        return
-    own, overrides = split(sys.argv[1:])
-
-    def command(invocation: Invocation) -> Ended:
-        return check_agent(invocation.config, own)
-
-    # A dry run composes and checks the config, and leaves no folder behind.
-    Main(name="train", command=command, needed_files=(), may_sweep=False).exit([*overrides, "dry_run=true"])
+    main = ConfigOnly(name="agent-check", description=__doc__, split=split, command=check_agent)
+    main.exit(sys.argv[1:] or ["--help"])
 
 
 def split(words: Sequence[str]) -> tuple[Arguments, list[str]]:
@@ -61,21 +54,14 @@ def split(words: Sequence[str]) -> tuple[Arguments, list[str]]:
 
     Example: split(["python my_agent.py"])[1] == ["model=chat", 'rollout.agent_command="python my_agent.py"']
     """
-    own, overrides = Arguments(), list[str]()
-    for number, word in enumerate(words):
-        name, is_pair, value = word.partition("=")
-        if number == 0 and not KEY.match(word) and not word.startswith("-"):
-            overrides.append(override("rollout.agent_command", word))
-        elif is_pair and name == "prompt":
-            own = Arguments(prompt=value, say=own.say)
-        elif is_pair and name == "say":
-            own = Arguments(prompt=own.prompt, say=Path(value).expanduser())
-        else:
-            overrides.append(word)
+    own, overrides = take(words, ("prompt", "say"))
+    if overrides[:1] == list(words[:1]) and not KEY.match(words[0]) and not words[0].startswith("-"):
+        overrides[0] = override("rollout.agent_command", words[0])
     names = {word.partition("=")[0] for word in overrides}
     if not names & {"model", "recipe"}:
         overrides.insert(0, "model=hf" if "model.path" in names else "model=chat")
-    return own, overrides
+    say = Path(own["say"]).expanduser() if "say" in own else None
+    return Arguments(prompt=own.get("prompt", DEFAULT_PROMPT), say=say), overrides
 
 
 def check_agent(config: Config, own: Arguments) -> Ended:

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
-from scripts.command.command import Ended, Invocation, Main
+from scripts.command.command import Ended
+from scripts.command.config_only import ConfigOnly, take
 
 if TYPE_CHECKING:
     from scripts.plan.memory import Memory
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from scripts.plan.rehearsal.rehearsal import Rehearsal
     from scripts.predict.rehearsed import Split
 
-OWN = ("card", "save")
 DEFAULT_CARD = "H100"
 
 
@@ -48,25 +48,15 @@ class Arguments:
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        sys.stdout.write(__doc__ or "")
-        return
-    own, overrides = split(sys.argv[1:])
-
-    def command(invocation: Invocation) -> Ended:
-        return rehearse_run(invocation.config, own)
-
-    # A dry run composes and checks the config, and leaves no folder behind.
-    Main(name="train", command=command, needed_files=(), may_sweep=False).exit([*overrides, "dry_run=true"])
+    ConfigOnly(name="rehearse", description=__doc__, split=split, command=rehearse_run).exit(sys.argv[1:])
 
 
 def split(words: Sequence[str]) -> tuple[Arguments, list[str]]:
     """Return the words of this command, and the others."""
-    ours = [word for word in words if "=" in word and word.partition("=")[0] in OWN]
-    profile = tuple(word for word in words if word.startswith("profile."))
-    rest = [word for word in words if word not in (*ours, *profile)]  # "card" alone too, which is refused as no key
-    own = dict(word.split("=", 1) for word in ours)
+    own, others = take(words, ("card", "save"))
+    profile = tuple(word for word in others if word.startswith("profile."))
     save = Path(own["save"]) if "save" in own else None
+    rest = [word for word in others if word not in profile]
     return Arguments(card=own.get("card", DEFAULT_CARD), save=save, profile=profile), rest
 
 

@@ -109,10 +109,16 @@ class Main:
     """
 
     name: str
+    """The name of the config, and of the command unless `called` is another."""
     command: Command
+    called: str | None = None
     needed_files: Sequence[str] = TRAIN_AND_VAL
     """The keys of data.* whose files the command reads."""
     may_sweep: bool = True
+
+    @property
+    def _called(self) -> str:
+        return self.called or self.name
 
     def exit(self, arguments: Sequence[str]) -> NoReturn:
         """Run as the whole of a process, whose signals and streams it takes over."""
@@ -139,7 +145,7 @@ class Main:
             check_options(line.options)
             check_overrides(line.overrides)
             if line.is_sweep and not self.may_sweep:
-                raise ConfigError(f"{self.name} runs until it is stopped: it cannot be swept over (-m)")
+                raise ConfigError(f"{self._called} takes one config: it cannot be swept over (-m)")
             if line.asks_for_help:
                 sys.stdout.write(self._help(line))
                 return 0
@@ -272,9 +278,10 @@ class Main:
         except BaseException as error:  # SystemExit too: a user's own module may raise it, with code 0
             if isinstance(first := first_error(error), ConfigError):
                 raise first from error
-            logger.error("%s failed", self.name, exc_info=error)
+            logger.error("%s failed", self._called, exc_info=error)
             text = f"{type(first).__name__}: {first}"
-            sys.stderr.write(f"failed: {text}\nlogs are in {invocation.run_dir}\n")
+            logs = "" if invocation.config.dry_run else f"logs are in {invocation.run_dir}\n"
+            sys.stderr.write(f"{self._called} failed: {text}\n{logs}")
             return Ended(exit_code=FAILED, error=text, exception=first)
 
 

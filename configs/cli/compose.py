@@ -23,6 +23,7 @@ from configs.validate import ConfigError
 
 UNKNOWN_KEY = re.compile(r"([\w.]+): .*Key '\w+' not in ")
 SOURCES = "data.sources."
+NO_CHOICE = re.compile(r"(?:In '[^']*': )?Could not find '([^'/]+)/([^']*)': Available options in '[^']*': (.+)")
 INVALID_VALUE = re.compile(r"([\w.]+)(?:=\w+)?: .*Invalid value '(\w+)'")
 
 
@@ -130,9 +131,13 @@ def folder(hydra_config: DictConfig, part: str) -> str:
 
 
 def _with_hint(text: str) -> str:
-    """An unknown key in a YAML file gets the hint that one on the command line gets, a former value its new name."""
+    """Put a hint to an unknown key in a YAML file, as to one of the command line, to an unknown choice of a group, and
+    to a former value."""
     if unknown := UNKNOWN_KEY.match(text):
         return f"{text}; {hint(unknown[1])}"
+    if missing := NO_CHOICE.match(text):
+        group, name, names = missing.groups()
+        return f"{group}={name}: there is no such {group}, only {', '.join(names.split())}"
     if (invalid := INVALID_VALUE.match(text)) and (now := RENAMED_VALUES.get((invalid[1], invalid[2]))):
         return f"{text}; {invalid[2]} is called {now} now"
     return text

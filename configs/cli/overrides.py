@@ -34,6 +34,12 @@ def groups() -> frozenset[str]:
     return frozenset(path.parent.name for path in Path(load.__file__).parent.glob("*/*.yaml"))
 
 
+@cache
+def choices(group: str) -> tuple[str, ...]:
+    """Return the names of a group, such as those of configs/recipe."""
+    return tuple(sorted(path.stem for path in (Path(load.__file__).parent / group).glob("*.yaml")))
+
+
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises ConfigError for one whose key does not exist, with suggestions, that deletes a key, or that holds a
     secret, before Hydra writes it into a file."""

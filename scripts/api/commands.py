@@ -15,11 +15,12 @@ import numpy as np
 from configs.cli.arguments import quoted
 from configs.cli.compose import ComposedJob, beside_another_hydra, compose_job, folder, refuse_new_folder
 from configs.cli.evaluated_run import expand_folder
-from configs.cli.overrides import check_overrides
+from configs.cli.overrides import check_overrides, choices
 from configs.serve import ADDRESS_FILE
 from configs.validate import ConfigError
 from rollout.actors.packed import CarriedError
-from scripts.api.functions import reference
+from scripts.api import functions
+from scripts.api.functions import reference, refuse
 from scripts.api.process import CommandProcess, Outcome
 from scripts.api.results import EvaluationResult, Server, TrainResult, UnprovenError, read_summary
 from scripts.api.rows import lines_of, write_rows
@@ -81,7 +82,7 @@ def train(
     if isinstance(held_out, int | float | np.number):
         line.append(f"data.val_share={text('data.val_share', held_out)}")
     files = {"data.train_files": data, "data.val_files": held_out}
-    shares = data is not None and not isinstance(data, Mapping) and held_out is None
+    shares = held_out is None and data is not None and (not isinstance(data, Mapping) or "train_files" in data)
     line = _completed("train", line, files, run_dir, val_share=VAL_SHARE if shares else None)
     return _trained(_ended("train", line))
 
@@ -188,8 +189,11 @@ def _model(model: str | PathLike[str] | Mapping[str, Any] | None) -> list[str]:
             return []
         case Mapping():
             return words({"model": model})
-        case str() if "/" not in model:
+        case str() if model in choices("model"):
             return [f"model={model}"]
+        case str() if "/" not in model and not Path(model).is_dir():
+            named = ", ".join(choices("model"))
+            raise ConfigError(f"model={model}: must be {named}, a hub name (OWNER/NAME) or a folder, which is not here")
     return ["model=hf", f"model.path={quoted(str(model))}"]
 
 
@@ -215,11 +219,15 @@ def _loop(
         return []
     arguments: dict[str, Any] = {} if max_turns is None else {"max_turns": max_turns}
     if environment is not None:
+        refuse("environment", functions.environment, environment)
         arguments["environment"] = reference("environment", environment)
-    else:
-        arguments["tools"] = [reference("tools", function) for function in tools or ()]
+    for function in tools or ():
+        refuse("tools", functions.tool, function)
+    if tools is not None:
+        arguments["tools"] = [reference("tools", function) for function in tools]
     loop = "environment" if environment is not None else "tools"
-    return words({"rollout.agent_loop": f"{LOOPS}:{loop}", "rollout.agent_args": arguments})
+    shown = {} if tools is None else {"data.chat_template": True}  # which alone shows tools
+    return words({"rollout.agent_loop": f"{LOOPS}:{loop}", "rollout.agent_args": arguments, **shown})
 
 
 def _sections(*data: Data | float | None) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,10 @@ def reward(function: T) -> T:
             return float(prompt.ground_truth in text)
     """
     _check_call("reward", function, "prompt", "text")
+    with suppress(ValueError):  # no signature is known
+        if {"prompts", "completions"} & set(inspect.signature(function).parameters):
+            here = "here a reward scores one response: (prompt, text), where prompt.ground_truth is the answer"
+            raise TypeError(f"reward {_name(function)}: takes lists, as TRL's rewards do; {here}")
     return function
 
 
@@ -65,9 +70,24 @@ def environment(maker: T) -> T:
 
 def _check_call(what: str, function: Callable[..., Any], *parameters: str) -> None:
     try:
-        inspect.signature(function).bind(*parameters)
+        signature = inspect.signature(function)
+    except ValueError:  # no signature is known, as of some functions of C extensions: the run's own check tells
+        return
+    try:
+        signature.bind(*parameters)
     except TypeError as error:
         raise TypeError(f"{what} {_name(function)}: must be callable with ({', '.join(parameters)}): {error}") from None
+
+
+def refuse(key: str, check: Callable[[T], T], function: T) -> None:
+    """Raise ConfigError for what `reward`, `tool` or `environment` finds wrong with a function that is not marked.
+
+    Example: refuse("rollout.reward", reward, lambda text: 1.0)
+    """
+    try:
+        check(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}={_shown(function)}: {error}") from error
 
 
 # -- there -------------------------------------------------------------------------------------------------------------

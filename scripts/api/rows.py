@@ -17,6 +17,8 @@ FOLDER = "data"
 
 def lines_of(key: str, rows: Iterable[Mapping[str, Any]]) -> bytes:
     """Return the rows as JSON, one a line. Raises ConfigError, which names the row."""
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"{key}: must be rows, a file or keys of the section, is {type(rows).__name__}")
     lines: list[str] = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):

@@ -11,7 +11,8 @@ from configs.cli.arguments import quoted
 from configs.cli.overrides import FREE
 from configs.load import key_docs
 from configs.validate import ConfigError
-from scripts.api.functions import reference
+from scripts.api import functions
+from scripts.api.functions import reference, refuse
 
 Reward = str | Callable[..., Any] | tuple[float, Any] | Sequence[Any]
 """A reward: a function, a name of rollout.reward, one of them with its weight, or a list of these, which are added."""
@@ -78,6 +79,7 @@ def reward_text(reward: Reward) -> str:
         case (int() | float() | np.number() as weight, term):
             return f"{text('rollout.reward', weight)}*{reward_text(term)}"
     if callable(reward):
+        refuse("rollout.reward", functions.reward, reward)
         return reference("rollout.reward", reward)
     raise ConfigError(
         f"rollout.reward={reward!r:.100}: must be a function, a name, (weight, reward) or a list of these"

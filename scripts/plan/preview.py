@@ -81,7 +81,8 @@ def _check_agent_loop_of(config: Config, run: Config) -> str | None:
             loop = load_agent_loop(config.rollout.agent_loop, tokenizer, config.rollout.agent_args)
     except Exception as error:
         text = str(error) if str(error).startswith("rollout.") else f"{key}{type(error).__name__}: {error}"
-        raise ConfigError(text + _way_to_a_template(config, tokenizer)) from error
+        hint = _way_to_a_template(config, tokenizer) if "template" in text else ""
+        raise ConfigError(text + hint) from error
     if getattr(loop, "prompt_tools", None) and not config.data.chat_template:
         raise ConfigError(
             f"data.chat_template=false: {key}has tools, which only a chat template shows: set data.chat_template=true"

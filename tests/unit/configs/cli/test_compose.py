@@ -65,7 +65,7 @@ def test_a_recipe_with_a_key_of_another_framework_is_refused_with_the_same_hint(
             "rollout.stale_policy=waitt: Invalid value 'waitt', expected one of [wait,",
         ),
         ("trainer.lr={", "trainer.lr={: no viable alternative at input '{'"),
-        ("recipe=gsm", "In 'train': Could not find 'recipe/gsm': Available options in 'recipe': agent arithmetic"),
+        ("recipe=gsm", "recipe=gsm: there is no such recipe, only agent, arithmetic, code_world"),
         ("trainer.lr=inf", "trainer.lr=inf: must be between 0 and 1"),
         ("data.num_train=100000000000", "data.num_train=100000000000: must be between 1 and 29168384"),
         (f"model.path={'x' * 5000}", f"model.path={'x' * 40}...: no file or folder has a name of more than 255 bytes"),

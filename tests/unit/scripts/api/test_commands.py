@@ -23,6 +23,7 @@ from scripts.api.process import Outcome
 from scripts.api.results import TrainResult, UnprovenError
 from scripts.command.command import FAILED, STOPPED, UNPROVEN
 from tests.support.compose import resolve
+from tests.support.plain_tools import Counter, power
 
 ROWS = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(20)]
 
@@ -79,6 +80,26 @@ def test_what_is_held_out_may_be_rows_files_a_share_or_said_by_an_override(start
     assert (started.config.data.train_files, started.config.data.val_files) == ("a.jsonl", "b.jsonl")
 
 
+def test_a_tenth_is_held_out_of_files_that_are_keys_too(started: Started) -> None:
+    train(data={"train_files": "a.jsonl", "prompt_key": "problem"})
+    data = started.config.data
+    assert (data.train_files, data.val_share, data.prompt_key) == ("a.jsonl", 0.1, "problem")
+    train(data={"train_files": "a.jsonl", "val_files": "none"})
+    assert (started.config.data.val_share, started.config.data.val_files) == (None, "none")
+    train(data={"harbor": "slipstream/tasks"}, model="chat")
+    assert started.config.data.loader == "rollout.environments.sandbox.harbor:rows"
+
+
+def test_a_model_is_a_choice_a_hub_name_or_a_folder_and_else_refused(started: Started, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    train(model="mine")
+    assert started.lines[-1][1] == ["model=hf", "model.path=mine"]
+    with pytest.raises(
+        ConfigError, match=r"model=tinny: must be chat, hf, small, tiny, a hub name \(OWNER/NAME\) or a f"
+    ):
+        train(model="tinny")
+
+
 def test_a_resumed_run_with_rows_needs_its_folder(started: Started, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="resume=auto: needs hydra.run.dir"):
         train(data=ROWS, resume="auto")
@@ -106,18 +127,29 @@ def test_arguments_are_words_of_the_command_line(given: dict[str, Any], line: st
 
 
 def test_environments_and_tools_are_agent_loops_that_the_config_names(started: Started) -> None:
-    train(environment=gsm8k, max_turns=3)
+    train(environment=Counter, max_turns=3)
     assert started.lines[-1][1] == [
         "rollout.agent_loop=rollout.environments.named:environment",
         "rollout.agent_args.max_turns=3",
-        "rollout.agent_args.environment=rollout.rewards.gsm8k:gsm8k",
+        "rollout.agent_args.environment=tests.support.plain_tools:Counter",
     ]
-    train(tools=[gsm8k])
-    assert started.lines[-1][1][1] == "rollout.agent_args.tools=[rollout.rewards.gsm8k:gsm8k]"
+    train(tools=[power])
+    tools = "rollout.agent_args.tools=[tests.support.plain_tools:power]"
+    assert started.lines[-1][1][1:] == [tools, "data.chat_template=true"]
     with pytest.raises(ConfigError, match="environment and tools: an episode has one of them"):
-        train(environment=gsm8k, tools=[gsm8k])
+        train(environment=Counter, tools=[power])
     with pytest.raises(ConfigError, match="max_turns=3: counts the turns"):
         train(max_turns=3)
+
+
+def test_functions_that_no_run_can_use_are_refused_before_any_process_starts(started: Started) -> None:
+    with pytest.raises(ConfigError, match="tools=<gsm8k of .*>: tool gsm8k: parameter prompt"):
+        train(tools=[gsm8k])
+    with pytest.raises(ConfigError, match=r"environment=<gsm8k of .*>: .* must be callable with \(prompt\)"):
+        train(environment=gsm8k)
+    with pytest.raises(ConfigError, match="data.train_files: must be rows, a file or keys of the section, is function"):
+        train(data=lambda: ROWS)  # pyright: ignore[reportArgumentType]
+    assert started.lines == []
 
 
 def test_an_unknown_key_is_refused_before_rows_are_written(started: Started, tmp_path: Path) -> None:

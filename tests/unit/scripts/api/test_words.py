@@ -62,6 +62,26 @@ def test_rewards_are_functions_names_weights_or_sums() -> None:
         reward_text(3)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        (lambda text: 1.0, "reward function: must be callable with (prompt, text): too many positional arguments"),
+        (
+            lambda prompts, completions, **columns: [],
+            "takes lists, as TRL's rewards do; here",
+        ),
+    ],
+)
+def test_a_reward_that_no_run_can_call_is_refused_before_any_process_starts(
+    reward: Any, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        reward_text([reward, "gsm8k"])
+    assert str(refusal.value).startswith("rollout.reward=<") and problem in str(refusal.value)
+    assert list(tmp_path.iterdir()) == [], "it is not pickled"
+
+
 def test_rows_are_written_once_for_one_content_and_refused_by_their_number(tmp_path: Path) -> None:
     lines = lines_of("data.train_files", [{"question": "ü?", "answer": 1}])
     assert lines == b'{"question": "\\u00fc?", "answer": 1}\n'

@@ -53,7 +53,7 @@ def expanded(config: Config, overrides: Sequence[str] = ()) -> Config:
         ConfigError: data.harbor is set beside keys that contradict it, or beside data.sources.
     """
     if config.data.sources and config.data.harbor is not None:
-        raise ConfigError(f"{KEY}={config.data.harbor}: with data.sources, set data.sources.NAME.{KEY} in their place")
+        raise ConfigError(f"{KEY}={config.data.harbor}: with data.sources, set data.sources.NAME.{KEY} instead")
     if config.data.harbor is not None:
         words = {word.partition("=")[0].lstrip("+~") for word in overrides}
         keys = _merged("", _set_keys(config, words), config.data.harbor, config.data.val_share)

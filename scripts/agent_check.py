@@ -55,8 +55,9 @@ def split(words: Sequence[str]) -> tuple[Arguments, list[str]]:
     Example: split(["python my_agent.py"])[1] == ["model=chat", 'rollout.agent_command="python my_agent.py"']
     """
     own, overrides = take(words, ("prompt", "say"))
-    if overrides[:1] == list(words[:1]) and not KEY.match(words[0]) and not words[0].startswith("-"):
-        overrides[0] = override("rollout.agent_command", words[0])
+    first = words[0] if words else ""
+    if overrides[:1] == [first] and not KEY.match(first) and not first.startswith("-"):
+        overrides[0] = override("rollout.agent_command", first)
     names = {word.partition("=")[0] for word in overrides}
     if not names & {"model", "recipe"}:
         overrides.insert(0, "model=hf" if "model.path" in names else "model=chat")

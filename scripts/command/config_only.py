@@ -23,7 +23,7 @@ class ConfigOnly(Generic[Own]):
     name: str
     """The command's name after `slipstream`."""
     description: str | None
-    """What --help shows."""
+    """The text that --help shows."""
     split: Callable[[Sequence[str]], tuple[Own, list[str]]]
     """Tells the command's own words from the overrides of the config."""
     command: Callable[[Config, Own], Ended]

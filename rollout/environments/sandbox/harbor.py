@@ -1,8 +1,7 @@
 """Tasks in the format of Harbor (https://harborframework.com): folders with an instruction, files to begin with, and
 tests that write the reward. Harbor itself is not needed.
 
-data.loader=rollout.environments.sandbox.harbor:rows data.train_files=FOLDER
-rollout.agent_loop=rollout.environments.sandbox.tools:agent_loop
+data.harbor=FOLDER stands for the keys that name this reader, the agent loop and the reward (configs/harbor.py).
 
 What is read of a task: `instruction.md`; of `task.toml` the environment's `docker_image`, `workdir`, `env` and
 `memory_mb`, and the verifier's `timeout_sec` and `env`; of `environment/Dockerfile` its WORKDIR, ENV and COPY, and

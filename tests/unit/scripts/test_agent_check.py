@@ -25,6 +25,8 @@ def test_a_first_word_that_is_no_key_is_the_command() -> None:
     assert own == Arguments(prompt="2 + 2 = ?", say=Path("a=b.txt"))
     assert overrides == ["model=hf", MINE, "model.path=org/name", "sessions.max_turns=9"]
     assert split(["rollout.agent=codex", "recipe=agent"])[1] == ["rollout.agent=codex", "recipe=agent"]
+    assert split([])[1] == ["model=chat"]
+    assert split(["prompt=x", "run-it"])[1] == ["model=chat", "run-it"], "which is refused as no key"
     assert split(["X=1 run-it"])[1] == ["model=chat", 'rollout.agent_command="X=1 run-it"']
 
 

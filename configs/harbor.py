@@ -1,12 +1,14 @@
 """The short form for tasks in Harbor's format: data.harbor=FOLDER stands for the keys that such tasks need.
 
-In a source of data.sources it stands for keys of that source. `expanded` writes them out when a config is loaded, so
-nothing else knows of two forms.
+In a source of data.sources it stands for keys of that source. `expanded` sets them when a config is loaded, and
+`written_out` in what is written into config.yaml, so nothing else knows of two forms.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from omegaconf import DictConfig, open_dict, read_write
 
 from configs.data import NO_FILES
 from configs.schema import Config
@@ -62,10 +64,29 @@ def expanded(config: Config, overrides: Sequence[str] = ()) -> Config:
     return replace(config, data=replace(config.data, sources=sources))
 
 
+def written_out(composed: DictConfig, config: Config) -> DictConfig:
+    """Return the composed values with what data.harbor stands for, for config.yaml: whatever reads that file knows the
+    long form only. `config`: the same values, expanded."""
+    names = {} if config.data.harbor is None else _names()
+    if not names and all("harbor" not in entry.get("data", {}) for entry in config.data.sources.values()):
+        return composed
+    copy = composed.copy()
+    with read_write(copy), open_dict(copy):
+        copy.data.sources = config.data.sources
+        for section in names:
+            for name in names[section]:
+                copy[section][name] = getattr(getattr(config, section), name)
+    return copy
+
+
+def _names() -> dict[str, tuple[str, ...]]:
+    """Return the names of the keys that data.harbor stands for, by section."""
+    return {section: (*keys, *free_keys(None).get(section, ())) for section, keys in fixed_keys("").items()}
+
+
 def _set_keys(config: Config, words: set[str]) -> Keys:
     """Return those of the keys that a user or a recipe has set."""
     default = Config()
-    every = {section: (*keys, *free_keys(None).get(section, ())) for section, keys in fixed_keys("").items()}
     return {
         section: {
             name: value
@@ -73,7 +94,7 @@ def _set_keys(config: Config, words: set[str]) -> Keys:
             if (value := getattr(getattr(config, section), name)) != getattr(getattr(default, section), name)
             or f"{section}.{name}" in words
         }
-        for section, names in every.items()
+        for section, names in _names().items()
     }
 
 

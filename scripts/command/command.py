@@ -33,6 +33,7 @@ from configs.cli.arguments import SWEEP_MODE, Arguments, override, parse
 from configs.cli.compose import ComposedJob, compose_job, folder, refuse_new_folder, run_composed
 from configs.cli.help import Help
 from configs.cli.overrides import check_options, check_overrides
+from configs.harbor import written_out
 from configs.load import load, register
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -181,7 +182,7 @@ class Main:
                     composed=composed,
                     invocation=Invocation(
                         config=config,
-                        composed=composed.config,
+                        composed=written_out(composed.config, config),
                         run_dir=run_dir,
                         sweep_dir=sweep_dir,
                         overrides=task_overrides,
@@ -243,9 +244,10 @@ class Main:
         run_dir, ended = Path(hydra_config.runtime.output_dir).resolve(), Ended(exit_code=FAILED)
         overrides = tuple(hydra_config.overrides.task)
         try:
+            config = load(composed, self.needed_files, overrides)
             invocation = Invocation(
-                config=load(composed, self.needed_files, overrides),
-                composed=composed,
+                config=config,
+                composed=written_out(composed, config),
                 run_dir=run_dir,
                 sweep_dir=Path(hydra_config.sweep.dir).resolve(),
                 overrides=overrides,

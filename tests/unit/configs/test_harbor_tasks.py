@@ -1,8 +1,14 @@
 """data.harbor stands for the keys that tasks in Harbor's format need, in a run and in a source."""
 
+from pathlib import Path
+
 import pytest
+from omegaconf import OmegaConf
 
 from configs.cli.arguments import parse
+from configs.cli.compose import compose_job
+from configs.harbor import AGENT_LOOP, written_out
+from configs.load import load, load_saved
 from configs.mixture import sources_of
 from configs.runtime.dotted import find_callable
 from configs.schema import Config
@@ -73,6 +79,23 @@ def test_a_source_has_it_for_itself_whatever_the_run_has() -> None:
     )
     assert (its.rollout.agent_loop, its.rollout.reward) == (long.rollout.agent_loop, long.rollout.reward)
     assert sources["arithmetic"].config.data.loader is None
+
+
+@pytest.mark.parametrize(
+    "words", [["data.harbor=a", "model=chat"], ["data.sources={t:{data:{harbor:a}}}", "model=chat"], []]
+)
+def test_what_is_written_into_a_run_folder_is_the_long_form_and_is_read_as_the_same(
+    words: list[str], tmp_path: Path
+) -> None:
+    composed_config = compose_job("train", words).config
+    config = load(composed_config, overrides=words)
+    file = tmp_path / "config.yaml"
+    file.write_text(OmegaConf.to_yaml(written_out(composed_config, config), resolve=True))
+    raw = OmegaConf.load(file)
+    section = raw.data.sources.t if raw.data.sources else raw
+    held_out = "none" if words else None
+    assert (section.data.get("val_files"), load_saved(file)) == (held_out, config)
+    assert (section.get("rollout", {}).get("agent_loop") == AGENT_LOOP) == bool(words)
 
 
 @pytest.mark.parametrize(

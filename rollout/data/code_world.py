@@ -132,7 +132,7 @@ def _every() -> tuple[tuple[Program, Program, int], ...]:
 class Faults:
     """The probabilities that a programmer errs."""
 
-    guess: float = 0.4
+    guess: float = 0.6
     """The probability that no test is run, and any change is made."""
     slip: float = 0.35
     """The probability that another change is made than the test asks for."""

@@ -32,6 +32,7 @@ ITS_KEYS = {
     "sessions": {field.name for field in fields(SessionsConfig)} - {"host", "max_open"},
 }
 """The keys that a source may set, by section. All others say how the processes work that the sources share."""
+ROUNDING = 1e-9
 WHOLE = {"data": ("loader_args",), "rollout": ("agent_args",)}
 """Keys whose values are dicts of one user's: those of a source take the place of the run's."""
 LISTED = ("train_files", "val_files", "harbor")
@@ -105,6 +106,18 @@ def source_problems(config: Config) -> Iterator[Problem]:
             yield from _type_problems(config, key, entry)
 
 
+def never_trained(config: Config) -> Iterator[Problem]:
+    """Yield the weights of sources whose share of all groups of the run is less than one: they may never be trained."""
+    groups = config.trainer.total_steps * config.trainer.prompts_per_step
+    sources = sources_of(config)
+    total = sum(source.weight for source in sources)
+    for source in sources:
+        if (share := groups * source.weight / total) < 1 - ROUNDING:
+            of_run = f"{groups} groups of the run (trainer.total_steps x trainer.prompts_per_step)"
+            allowed = f"its share of the {of_run} is {share:.2g}: it must be at least one group"
+            yield Problem(f"data.sources.{source.name}.weight", allowed, f"{source.weight:g}")
+
+
 def unread_keys(config: Config, overrides: Sequence[str]) -> Iterator[Problem]:
     """Yield the keys that a command line sets for the run, and that every source sets for itself."""
     entries = config.data.sources.values()
@@ -160,10 +173,16 @@ def _section_type(section: str) -> type:
 def _type_problems(config: Config, key: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
     for section in ITS_KEYS:
         for name, value in entry.get(section, {}).items():
+            path = f"{key}.{section}.{name}"
             try:
-                _composed(config, {section: {name: value}})
+                made = getattr(getattr(_composed(config, {section: {name: value}}), section), name)
             except OmegaConfBaseException as error:
-                yield Problem(f"{key}.{section}.{name}", str(error).splitlines()[0], repr(value))
+                yield Problem(path, str(error).splitlines()[0], repr(value))
+                continue
+            if isinstance(made, list) and not all(isinstance(entry, str) for entry in made):
+                yield Problem(path, "must be a list of texts", repr(value))  # OmegaConf takes lists for texts
+            if isinstance(made, bool) and isinstance(value, int) and value not in (0, 1):
+                yield Problem(path, "must be true or false", repr(value))
 
 
 def _composed(config: Config, entry: Mapping[str, Any]) -> Config:

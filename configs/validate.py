@@ -13,7 +13,7 @@ from configs.checks.ranges import out_of_range
 from configs.checks.sandbox import sandbox_problems
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import CONVERSATIONS, TRAIN_AND_VAL, teacher_problems, tracking_problems
-from configs.mixture import source_problems, sources_of, unread_keys
+from configs.mixture import never_trained, source_problems, sources_of, unread_keys
 from configs.schema import Config
 
 OF_EVALUATIONS = ("evaluation.", "trainer.eval_every", "data.num_val")
@@ -43,6 +43,7 @@ def _mixture_lines(config: Config, needed_files: Sequence[str], overrides: Seque
         list(impossible_names(config))
         or list(secret_problems(config))
         or [*source_problems(config), *unread_keys(config, overrides)]
+        or (tuple(needed_files) == TRAIN_AND_VAL and list(never_trained(config)))
     ):
         return [problem.line(config) for problem in problems]
     sources = sources_of(config)

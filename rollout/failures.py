@@ -1,5 +1,6 @@
 """The budget of a run for rewards and for groups that fail."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -30,6 +31,9 @@ class FailureBudget:
     failed_groups: list[int] = field(default_factory=list)
     """Ordinals of the prompts that were given up."""
     retried_groups: int = 0
+    _reward_sources: Counter[str] = field(default_factory=Counter)
+    """The rewards that failed in this process by source, and `_group_sources` the groups."""
+    _group_sources: Counter[str] = field(default_factory=Counter)
     _first_reward: str = ""
     _first_group: tuple[str, BaseException] | None = None
 
@@ -40,11 +44,12 @@ class FailureBudget:
             if error is not None:
                 self._first_reward = self._first_reward or (f"{source}: {error}" if source else error)
                 self.failed_rewards += 1
+                self._reward_sources[source] += 1
         if self.failed_rewards > self.max_failed_rewards * self.num_trajectories:
             raise RewardFailuresError(
                 f"{self.failed_rewards} rewards failed, more than rollout.max_failed_rewards="
-                f"{self.max_failed_rewards:g} of the run's {self.num_trajectories} trajectories; the first: "
-                f"{self._first_reward}"
+                f"{self.max_failed_rewards:g} of the run's {self.num_trajectories} trajectories"
+                f"{_by_source(self._reward_sources)}; the first: {self._first_reward}"
             )
 
     def gives_up(self, ordinal: int, failures: int, error: Exception, source: str = "") -> bool:
@@ -54,13 +59,15 @@ class FailureBudget:
             self.retried_groups += 1
             return False
         self.failed_groups.append(ordinal)
+        self._group_sources[source] += 1
         whose = f" of {source}" if source else ""
         self._first_group = self._first_group or (f"prompt {ordinal}{whose}: {type(error).__name__}: {error}", error)
         if len(self.failed_groups) > self.max_failed_groups * self.num_groups:
             what, first = self._first_group
             raise GroupFailuresError(
                 f"{len(self.failed_groups)} groups failed, each {failures} times, more than rollout.max_failed_groups="
-                f"{self.max_failed_groups:g} of the run's {self.num_groups}; the first: {what}"
+                f"{self.max_failed_groups:g} of the run's {self.num_groups}{_by_source(self._group_sources)}; the "
+                f"first: {what}"
             ) from first
         return True
 
@@ -70,6 +77,12 @@ class FailureBudget:
             "rollout/failed_groups": len(self.failed_groups),
             "rollout/retried_groups": self.retried_groups,
         }
+
+
+def _by_source(counts: Counter[str]) -> str:
+    """Return the counts in words, the largest first, where the run has data.sources: " (3 of search, 1 of agent)"."""
+    named = [f"{count} of {source}" for source, count in counts.most_common() if source]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def failure_budget(config: Config) -> FailureBudget:

@@ -18,8 +18,9 @@ from configs.checks.secrets import NOT_SHOWN, may_be_shown
 from configs.validate import ConfigError
 
 MODEL_PATHS = ("model.path", "teacher.path")
-COMMAND = "rollout.agent_command"
 SOURCES = "data.sources"
+COMMAND = re.compile(r"\+*(data\.sources\.[\w-]+\.)?rollout\.agent_command")
+"""The key of a command of the shell, that of a source of data.sources included."""
 _TEXT = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 IN_QUOTES = re.compile(rf"{_TEXT}(?:,{_TEXT})*")
 """A text in quotes, or several of a sweep."""
@@ -93,7 +94,7 @@ def _with_quotes(argument: str) -> str:
     """Put a command of the shell into quotes, which the user's own shell has taken away: braces, commas and quotes mean
     something else to Hydra."""
     key, _, value = argument.partition("=")
-    if key != COMMAND or value in ("", "null") or IN_QUOTES.fullmatch(value):
+    if not COMMAND.fullmatch(key) or value in ("", "null") or IN_QUOTES.fullmatch(value):
         return argument
     return override(key, value)
 

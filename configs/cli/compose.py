@@ -1,7 +1,7 @@
 """Compose a command line with Hydra, which writes nothing, say in one line what is wrong, and run what was composed."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.cli.arguments import parsed
 from configs.cli.overrides import RENAMED_VALUES, hint
 from configs.load import one_line, register
 from configs.validate import ConfigError
@@ -65,16 +66,24 @@ def compose_job(name: str, overrides: Sequence[str]) -> ComposedJob:
 def _refuse_unknown_sources(name: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override of a source that the recipe does not have, beside those that it has: a name
     that is misspelled would otherwise be one more source."""
-    set_here = {key.split(".")[2] for key in map(_key, overrides) if key.startswith(SOURCES)}
+    set_here = {source for override in overrides for source in _sources_in(override)}
     if not set_here:
         return
-    others = [override for override in overrides if not _key(override).lstrip("+~").startswith(SOURCES)]
+    others = [override for override in overrides if not f"{_key(override).lstrip('+~')}.".startswith(SOURCES)]
     known = list(compose(name, overrides=others).data.sources)
     if known and (unknown := sorted(set_here - set(known))):
         raise ConfigError(
             f"data.sources.{unknown[0]}: there is no such source, only {', '.join(known)}; "
             f"+data.sources.{unknown[0]}.KEY=VALUE adds one"
         )
+
+
+def _sources_in(override: str) -> set[str]:
+    """Return the names of the sources of which an override sets something, one after another or as a dict of them."""
+    if (key := _key(override)).startswith(SOURCES):
+        return {key.split(".")[2]}
+    value = parsed([override])[0].value() if f"{key}." == SOURCES else None
+    return set(map(str, value)) if isinstance(value, Mapping) else set()
 
 
 def _key(override: str) -> str:

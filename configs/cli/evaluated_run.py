@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.checkpoint import CONFIG_FILE, UnreadableConfigError, is_checkpoint, read_config
+from configs.cli.arguments import parsed
 from configs.load import one_line
+from configs.named_agents import NAMED_AGENTS
 from configs.validate import ConfigError
 
 TAKEN = ("seed", "device", "gpu_share", "model", "data", "rollout", "evaluation", "ray")
@@ -42,9 +44,8 @@ def expand_folder(arguments: Sequence[str]) -> list[str]:
 
 
 def _refuse_command_of_folder(content: Mapping[str, Any], arguments: Sequence[str]) -> None:
-    """Raises ConfigError where the evaluation would run a shell command or a server's command that only the folder
-    names: a run folder that somebody sent may hold any."""
-    given = {argument.partition("=")[0].lstrip("+") for argument in arguments[1:]}
+    """Raises ConfigError where the evaluation would run a command that only the folder names, be it one of the shell,
+    that of a server, or a named agent, which does what the model says: a run folder that somebody sent may hold any."""
     sources = (content.get("data") or {}).get("sources") or {}
     sections = {"rollout": content.get("rollout") or {}}
     for name, entry in sources.items():
@@ -52,14 +53,28 @@ def _refuse_command_of_folder(content: Mapping[str, Any], arguments: Sequence[st
     commands: dict[str, Any] = {}
     for section, rollout in sections.items():
         commands[f"{section}.agent_command"] = rollout.get("agent_command")
+        commands[f"{section}.agent"] = agent if (agent := rollout.get("agent")) in NAMED_AGENTS else None
         arguments_of_loop = _commands(rollout.get("agent_args") or {})
         commands |= {f"{section}.agent_args.{name}": value for name, value in arguments_of_loop}
     for key, command in commands.items():
-        if command and not any(key == name or key.startswith(f"{name}.") for name in given):
+        if command and not any(_decides(argument, key) for argument in arguments[1:]):
             raise ConfigError(
                 f"{key}={command}: {arguments[0]} has this command, which the evaluation would run on this machine; "
                 f"if you know it, name it: {shlex.quote(f'{key}={command}')}"
             )
+
+
+def _decides(argument: str, key: str) -> bool:
+    """Return whether an argument gives the key a value, or leaves it out. A dict that lacks the key does neither: it
+    is merged with what is there."""
+    name = argument.partition("=")[0].lstrip("+~")
+    if name == key or not key.startswith(f"{name}."):
+        return name == key
+    (override,) = parsed([argument])
+    value: Any = override.value()
+    for part in key.removeprefix(f"{name}.").split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return override.is_delete() or value is not None
 
 
 def _commands(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -29,7 +29,8 @@ def words(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 def _pairs(key: str, value: Any) -> Iterator[tuple[str, str]]:
     is_section = key not in key_docs() or f"{key}." in FREE
-    if isinstance(value, Mapping) and is_section:
+    is_empty_entry = value == {} and key.lstrip("+").startswith(FREE)  # a source that differs in nothing is one, too
+    if isinstance(value, Mapping) and is_section and not is_empty_entry:
         for name, inner in value.items():
             yield from _pairs(f"{key}.{name}", inner)
     else:

@@ -7,6 +7,7 @@ from configs.checks.sections import BUILT_IN_AGENT_LOOPS
 from configs.data import Generated, OverlongPrompts
 from configs.mixture import sources_of
 from configs.schema import Config
+from configs.validate import ConfigError
 from rollout.agents.encoding import PromptError
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.curriculum.levels import ColumnError, levels_of
@@ -37,11 +38,11 @@ def load_sources(config: Config) -> dict[str, Rows]:
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Put the name of a source of data.sources in front of the DataErrors of the block."""
+    """Put the name of a source of data.sources in front of the ConfigErrors of the block, DataErrors among them."""
     try:
         yield
-    except DataError as error:
-        raise DataError(f"data.sources.{source}: {error}" if source else str(error)) from error
+    except ConfigError as error:
+        raise type(error)(f"data.sources.{source}: {error}" if source else str(error)) from error
 
 
 async def encode_sources(

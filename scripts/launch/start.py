@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 
 from configs.checkpoint import CHECKPOINTS, INITIAL_MODEL
 from configs.data import NO_FILES
+from configs.mixture import sources_of
 from configs.runtime.deadline import within
 from configs.schema import Config
 from rollout.actors.place import own_place
@@ -251,9 +252,10 @@ class Starter:
         train = await encode_sources(config, agents, "train", rows, console)
         rows = {source: held_out for source, (_, held_out) in self.rows.items() if held_out is not None}
         held_out = await encode_sources(config, agents, "held-out", rows, console) if rows else None
-        for source in self.rows.keys() - rows.keys():
-            whose, files = (f"{source} " if source else ""), config.data.val_files or NO_FILES
-            console.message(f"{whose}held-out: none (data.val_files={files}), so nothing is evaluated")
+        for source in sources_of(config):
+            if source.name not in rows:
+                whose, what = (f"{source.name} ", "nothing of it") if source.name else ("", "nothing")
+                console.message(f"{whose}held-out: none (data.val_files={NO_FILES}), so {what} is evaluated")
         if (problem := await check_chat_template(config, agents)) is not None:
             console.message(f"warning: {problem}")
         demonstrations = None

@@ -13,6 +13,7 @@ from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.environments.search.retrievers import what_is_searched
 from rollout.environments.search.server import CORPUS
+from scripts.launch.data import naming
 
 KEY = "rollout.agent_args.retriever"
 TIMEOUT_S = 5.0
@@ -25,7 +26,8 @@ def check_world(config: Config, needed_files: Sequence[str]) -> None:
         ConfigError: the retriever searches another world than data.generated=search_world asks about.
     """
     for source in sources_of(config):
-        _check_source(source.config, needed_files)
+        with naming(source.name):
+            _check_source(source.config, needed_files)
 
 
 def _check_source(config: Config, needed_files: Sequence[str]) -> None:

@@ -56,7 +56,10 @@ class Script:
             if not line.startswith("{"):
                 lines.append(line)
                 continue
-            call = json.loads(line)
+            try:
+                call = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: must be a text, or JSON: {error}") from error
             if set(call) != {"name", "arguments"} or not isinstance(call["arguments"], dict):
                 raise ValueError(f'line {number}: must be a text, or {{"name": ..., "arguments": {{...}}}}')
             lines.append(say_call(call["name"], call["arguments"]))

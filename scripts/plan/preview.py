@@ -24,7 +24,7 @@ from rollout.agents.loop import is_harness, load_agent_loop
 from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.agents.worker_group import load_tokenizer
 from rollout.chat.append_only import append_only
-from scripts.launch.data import held_out_sources, load_sources
+from scripts.launch.data import held_out_sources, load_sources, naming
 from scripts.launch.models import untrained_tiny_model
 from scripts.launch.teacher import refuse_another_tokenizer
 from trainer.checkpoint.store import CheckpointError, checkpoint_at
@@ -58,10 +58,8 @@ def check_agent_loop(config: Config) -> str | None:
     """Make the agent loop of each source as an agent worker does. Return the reason if that is not possible here. Raise
     ConfigError for an invalid agent loop, and for tools that cannot run or be shown as the config says."""
     for source in sources_of(config):
-        try:
+        with naming(source.name):
             why = _check_agent_loop_of(source.config, config)
-        except ConfigError as error:
-            raise ConfigError(f"data.sources.{source.name}: {error}" if source.name else str(error)) from error
         if why is not None:
             return why
     return None
@@ -182,7 +180,8 @@ def check_parsers(config: Config) -> None:
     """Raise ConfigError for a session parser that vLLM does not have. Another process asks vLLM, because importing vLLM
     takes ten seconds and changes the environment of the process."""
     for source in sources_of(config):
-        _check_parsers_of(source.config)
+        with naming(source.name):
+            _check_parsers_of(source.config)
 
 
 def _check_parsers_of(config: Config) -> None:

@@ -9,7 +9,8 @@ slipstream replay RUN algorithm.correction=token_is,seq_is evaluate=true     # b
     steps      A:B, the first and the last step [all that were recorded]
     from       the checkpoint to start from [the newest one before step A, or the first policy]
     evaluate   true: the accuracy on held-out data at the end, with one replica
-    KEY=V,...  keys of algorithm, critic and trainer; several values of one are several replays
+    KEY=V,...  keys of algorithm, critic and trainer, and data.sources.NAME.loss_coef; several values of one are
+               several replays
 
 It starts train workers only, and samples nothing. Each replay leaves a folder in RUN/replays, which the page's screen
 Compare shows beside the run. Prints the outcome as JSON, and what it finds of each step on standard error. Exit code:

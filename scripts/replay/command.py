@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -29,6 +29,8 @@ REMAX = "remax"
 OWN = ("steps", "from", "evaluate")
 LEARNED_BY = ("algorithm.", "critic.", "trainer.")
 """The beginnings of the keys that say what is learned from rollouts."""
+OF_SOURCE = "data.sources.{}.loss_coef"
+"""The key of each source that says so, too."""
 SAMPLED_BY = (
     *("algorithm.group_size", "algorithm.filter_groups", "algorithm.max_sample_batches"),
     *("algorithm.overlong_buffer_tokens", "algorithm.overlong_penalty"),
@@ -53,6 +55,8 @@ class Request:
         if not words or "=" in words[0]:
             raise RunError("the first word must be the folder of a run: slipstream replay RUN [steps=A:B] [KEY=VALUE]")
         folder, own, overrides = run_folder(words[0]), dict[str, str](), list[str]()
+        run = Run.open(folder)
+        of_sources = {OF_SOURCE.format(name) for name in (run.config().get("data") or {}).get("sources") or {}}
         for word in words[1:]:
             key, equals, value = word.partition("=")
             if not equals:
@@ -60,11 +64,11 @@ class Request:
             if key in OWN:
                 own[key] = value
             else:
-                _refuse_sampled(key)
+                if key not in of_sources:
+                    _refuse_sampled(key, of_sources)
                 overrides.append(word)
         if own.get("evaluate", "false") not in ("true", "false"):
             raise RunError(f"evaluate={own['evaluate']}: must be true or false")
-        run = Run.open(folder)
         first, last = parse_steps(own.get("steps", ":"))
         checkpoint = Path(own["from"]).expanduser().resolve() if "from" in own else None
         plan = make_plan(run, first=first, last=last, checkpoint=checkpoint)
@@ -75,11 +79,12 @@ class Request:
         return cls(run=run, plan=plan, changes=changes, evaluates=own.get("evaluate") == "true")
 
 
-def _refuse_sampled(key: str) -> None:
+def _refuse_sampled(key: str, of_sources: Collection[str]) -> None:
     if not key.startswith(LEARNED_BY) or key in SAMPLED_BY:
+        learned_by = ", ".join([*LEARNED_BY, *sorted(of_sources)])
         raise ConfigError(
-            f"{key}: a replay changes what is learned from rollouts that there are ({', '.join(LEARNED_BY)}), not what "
-            "was sampled and by whom: that takes another run"
+            f"{key}: a replay changes what is learned from rollouts that there are ({learned_by}), not what was "
+            "sampled and by whom: that takes another run"
         )
 
 

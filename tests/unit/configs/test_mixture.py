@@ -8,6 +8,8 @@ from configs.schema import Config
 from configs.validate import ConfigError, check
 from tests.support.compose import changed, resolve
 
+STEP = {"trainer__prompts_per_step": 3, "trainer__lr_warmup_steps": 0}
+
 
 def mixed(**sources: object) -> Config:
     return changed(Config(), data__sources=sources)
@@ -66,6 +68,12 @@ def test_engines_have_room_for_the_longest_source() -> None:
             {"a": {"data": {"train_files": "/no/such.jsonl", "val_files": "none"}}},
             r"a: data.train_files=/no/such.jsonl",
         ),
+        ({"a": {"rollout": {"stop": [["END"]]}}}, r"a.rollout.stop=\[\['END'\]\]: must be a list of texts"),
+        ({"a": {"data": {"chat_template": 2}}}, r"data.sources.a.data.chat_template=2: must be true or false"),
+        (
+            {"a": {"weight": 1e-6}, "b": {}},
+            r"data.sources.a.weight=1e-06: its share of the \d+ groups of the run \(trainer.total_steps x",
+        ),
         ({"a": {"rollout": {"agent_command": "API_KEY=abcdefgh run"}}}, r"holds a secret"),
     ],
 )
@@ -94,6 +102,8 @@ def test_a_source_that_is_misspelled_on_a_command_line_is_not_one_more() -> None
     there_is = r"data.sources.serch: there is no such source, only arithmetic, agent, search; \+data.sources.serch.KEY"
     with pytest.raises(ConfigError, match=there_is):
         resolve("recipe=mixture", "data.sources.serch.weight=2")
+    with pytest.raises(ConfigError, match=there_is):
+        resolve("recipe=mixture", "data.sources={search: {weight: 3}, serch: {weight: 2}}")
     config = resolve("recipe=mixture", "+data.sources.more.weight=2", "~data.sources.search")
     assert [source.name for source in sources_of(config)] == ["arithmetic", "agent", "more"]
     assert [source.name for source in sources_of(resolve("data.sources.a.weight=2", "data.sources.b.weight=3"))] == [
@@ -108,6 +118,12 @@ def test_a_key_of_the_run_that_every_source_sets_is_refused_on_a_command_line() 
         resolve("recipe=mixture", "data.generated=calculator")
     some_do = resolve("recipe=mixture", "rollout.max_response_tokens=64")
     assert [source.config.rollout.max_response_tokens for source in sources_of(some_do)] == [32, 64, 64]
+
+
+def test_a_source_has_its_share_of_at_least_one_group_where_it_is_trained() -> None:
+    """Sums of weights are rounded: of three groups each of three equal sources has one."""
+    check(changed(mixed(a={"weight": 0.1}, b={"weight": 0.1}, c={"weight": 0.1}), trainer__total_steps=1, **STEP))
+    check(mixed(a={"weight": 1e-6}, b={}), needed_files=("val_files",))
 
 
 def test_an_evaluation_asks_the_sources_that_hold_something_out() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollout.failures import FailureBudget, RewardFailuresError
+from rollout.failures import FailureBudget, GroupFailuresError, RewardFailuresError
 
 
 def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
@@ -18,3 +18,13 @@ def test_the_budget_is_a_share_of_the_runs_trajectories() -> None:
     )
     with pytest.raises(RewardFailuresError, match="1 rewards failed, .* the first: no"):
         FailureBudget().count_rewards([None, "no"])
+
+
+def test_every_source_whose_rewards_or_groups_failed_is_named() -> None:
+    budget = FailureBudget(num_trajectories=10, max_failed_rewards=0.2, num_groups=10, max_failed_groups=0.2)
+    budget.count_rewards(["OSError: one"], "search")
+    with pytest.raises(RewardFailuresError, match=r"10 trajectories \(2 of agent, 1 of search\); the first: search: "):
+        budget.count_rewards(["ValueError: two"] * 2, "agent")
+    assert budget.gives_up(3, 1, OSError("first"), "search") and budget.gives_up(4, 1, OSError("second"), "agent")
+    with pytest.raises(GroupFailuresError, match=r"run's 10 \(2 of agent, 1 of search\); the first: prompt 3 of s"):
+        budget.gives_up(5, 1, OSError("third"), "agent")

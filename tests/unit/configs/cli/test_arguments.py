@@ -44,7 +44,8 @@ PIPED = """agent 'a, b' "c" | tee $HOME/x; echo \\"d\\" {1,2}"""
         ("null", [None]),
     ],
 )
-def test_a_command_of_the_shell_means_what_it_says(word: str, values: list[str | None]) -> None:
-    jobs = parse(["-m", f"rollout.agent_command={word}", "seed=1"]).jobs()
+@pytest.mark.parametrize("key", ["rollout.agent_command", "+data.sources.with-tools.rollout.agent_command"])
+def test_a_command_of_the_shell_means_what_it_says(key: str, word: str, values: list[str | None]) -> None:
+    jobs = parse(["-m", f"{key}={word}", "seed=1"]).jobs()
     read = [parsed(job)[0].value() for job in jobs]
     assert [getattr(value, "text", None) or value for value in read] == values

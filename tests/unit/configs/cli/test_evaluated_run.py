@@ -60,6 +60,7 @@ def test_a_checkpoint_stands_for_itself_and_its_run(run: Path) -> None:
 COMMANDS = [
     ("rollout.agent_command", "rollout.agent_command=\"sh -c 'id > PWNED'\""),
     ("data.sources.a.rollout.agent_command", "+data.sources.a.rollout.agent_command=\"sh -c 'id > PWNED'\""),
+    ("rollout.agent", "rollout.agent=codex"),
     ("rollout.agent_args.server.command", "+rollout.agent_args.server.command=[sh,-c,id]"),
 ]
 
@@ -68,11 +69,35 @@ COMMANDS = [
 def test_a_command_that_only_the_folder_names_is_refused(key: str, override: str, run: Path) -> None:
     """A run folder that somebody sent may hold any."""
     loop = "rollout.agent_loop=rollout.environments.mcp:agent_loop"
-    trained = (*OVERRIDES, override, *([] if key.endswith("agent_command") else [loop]))
+    trained = (*OVERRIDES, override, *([loop] if "server" in key else []))
     OmegaConf.save(compose_job("train", trained).config, run / "config.yaml", resolve=True)
-    with pytest.raises(ConfigError, match=rf"{key}=.*id.*: .*{run.name} has this command.*name it: '{key}="):
+    with pytest.raises(ConfigError, match=rf"{key}=.*(id|codex).*: .*{run.name} has this command.*name it: '{key}="):
         expand_folder([str(run)])
     assert expand_folder([str(run), override])[-1] == override
+
+
+@pytest.mark.parametrize(
+    ("override", "decides"),
+    [
+        ("data.sources={}", False),
+        ("data.sources.a={weight: 2}", False),
+        ("data.sources.a.rollout={top_k: 2}", False),
+        ("data.sources.a={rollout: {agent_command: mine}}", True),
+        ("~data.sources.a", True),
+    ],
+)
+def test_a_dict_that_lacks_the_command_leaves_it_as_it_is_and_names_it_not(
+    override: str, decides: bool, run: Path
+) -> None:
+    trained = compose_job("train", (*OVERRIDES, COMMANDS[1][1], "data.sources.b.weight=1")).config
+    OmegaConf.save(trained, run / "config.yaml", resolve=True)
+    if not decides:
+        with pytest.raises(ConfigError, match="data.sources.a.rollout.agent_command=.*has this command"):
+            expand_folder([str(run), override])
+    elif override.startswith("~"):
+        assert list(compose_job("evaluate", expand_folder([str(run), override])).config.data.sources) == ["b"]
+    else:
+        assert expand_folder([str(run), override])[-1] == override
 
 
 def test_the_weights_that_an_adapter_was_served_with_are_not_needed(run: Path) -> None:

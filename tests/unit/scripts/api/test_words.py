@@ -47,6 +47,16 @@ def test_keys_are_nested_or_dotted_and_free_sections_are_taken_apart() -> None:
         words({"trainer.lr": object()})
 
 
+def test_a_source_that_differs_in_nothing_is_trained_too() -> None:
+    sources = {"as_the_run": {}, "search": {"weight": 2, "rollout": {"agent_args": {}}}}
+    assert words({"data": {"sources": sources}}) == [
+        "data.sources.as_the_run={}",
+        "data.sources.search.weight=2",
+        "data.sources.search.rollout.agent_args={}",
+    ]
+    assert words({"rollout": {"agent_args": {}}, "trainer": {}}) == []
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     values = [np.float64(1e-4), np.float32(0.5), np.int64(4), np.bool_(True), [np.int32(1)]]
     assert [text("a", value) for value in values] == ["0.0001", "0.5", "4", "true", "[1]"]

@@ -65,3 +65,9 @@ def test_a_server_of_this_world_or_of_anything_else_is_taken() -> None:
 def test_a_run_with_questions_of_its_own_is_left_alone() -> None:
     own = changed(config_of(kind="world", seed=1), data__train_files="a.jsonl", data__val_files="b.jsonl")
     check_world(own, TRAIN_AND_VAL)
+
+
+def test_the_source_that_searches_another_world_is_named() -> None:
+    search = {"data": {"generated": "search_world"}, "rollout": {"agent_args": {"retriever": OTHERS[0]}}}
+    with pytest.raises(ConfigError, match=r"^data\.sources\.search: rollout\.agent_args\.retriever\.seed=1: must be 0"):
+        check_world(changed(Config(), data__sources={"plain": {}, "search": search}), TRAIN_AND_VAL)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from configs.mixture import loss_coefficients
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from scripts.observe.files import RunError
@@ -206,3 +207,16 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(
     with pytest.raises((RunError, ConfigError), match=why):
         Request.parse([str(run.folder) if word == "RUN" else word for word in words])
     assert not (run.folder / "replays").exists()
+
+
+def test_the_loss_coefficient_of_a_source_is_learned_by_and_its_weight_is_not(tmp_path: Path) -> None:
+    config = resolve("trainer.total_steps=20", "data.sources.a.weight=2", "data.sources.b.loss_coef=0.5")
+    folder = str(make_run(tmp_path / "a", config, range(1, 3)).folder)
+    request = Request.parse([folder, "data.sources.a.loss_coef=0.25,2"])
+    changed = [request.plan.changed(change)[0].config for change in request.changes]
+    assert [loss_coefficients(each) for each in changed] == [{"a": 0.25, "b": 0.5}, {"a": 2.0, "b": 0.5}]
+    for word in ("data.sources.a.weight=3", "data.sources.none_such.loss_coef=1"):
+        with pytest.raises(
+            ConfigError, match=f"{word.partition('=')[0]}: a replay changes .*, data.sources.b.loss_coef"
+        ):
+            Request.parse([folder, word])

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("has_sandboxes")
 ROOMY = replace(SMALL, cpu_s=60, memory_mb=512)
 ASKS = """
 import os, socket, sys, urllib.request
-name, here, other = sys.argv[1:]
+other, *ours = sys.argv[1].split(",")
 assert sys.stdin.read() == open(os.environ["SLIPSTREAM_PROMPT_FILE"]).read() == "6 times 7?"
 print(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"]).read().decode(), os.getcwd(), os.environ["HOME"])
 for host in ("127.0.0.1", "192.0.2.1"):
@@ -33,7 +33,7 @@ for host in ("127.0.0.1", "192.0.2.1"):
     except OSError:
         continue
     sys.exit(f"another port of {host} was reached")
-print([path for path in (name, here) if os.path.exists(path)], "SECRET" in os.environ)
+print([path for path in ours if os.path.exists(path)], "SECRET" in os.environ)
 open("made", "w").write("x")
 for folder in ("/usr/new", sys.prefix + "/new", os.environ["SLIPSTREAM_PROMPT_FILE"]):
     try:
@@ -100,7 +100,7 @@ def test_a_command_reaches_its_session_and_nothing_else(folder: Path, monkeypatc
     async def main() -> CommandEnd:
         async with session() as other:
             port = other.url.rpartition(":")[2].partition("/")[0]
-            return await run(f"{sys.executable} {folder}/agent.py {Path.home()}/.cache {ROOT}/README.md {port}")
+            return await run(f"{sys.executable} {folder}/agent.py {port},{Path.home()}/.cache,{ROOT}/README.md")
 
     end = uvloop.run(main())
     assert (end.code, end.stderr) == (0, b"")
@@ -143,7 +143,6 @@ def test_a_command_that_is_cancelled_leaves_nothing(folder: Path, monkeypatch: p
         ("no-such-program", "ended with exit code 127:\n.*no-such-program: not found"),
         (f"{sys.executable} -c 'while True: pass'", "ended: used more processor time than sandbox.cpu_s=1"),
         ("dd if=/dev/zero of=big bs=1M count=20", "ended with exit code 153"),
-        ("head -c 20000000 /dev/zero > /tmp/big", "ended with exit code 1:\n.*File|ended with exit code 1(5|4)"),
         (":(){ :|:& };:; sleep 8", r"ended: had sandbox.max_processes=32 processes or more"),
     ],
 )

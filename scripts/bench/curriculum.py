@@ -1,5 +1,5 @@
 """The question: how many rollouts does an order of the prompts save? Easy and hard problems, uniform against frontier.
-Half an hour on two cores.
+Twenty minutes on two cores.
 
 python -m scripts.bench.curriculum [--seeds 3] [--steps 80] [--picture docs/assets/curriculum.png]
 
@@ -8,7 +8,7 @@ stops too early. A quarter is hard, in the training set as in the held-out set. 
 
 - uniform: every row once per epoch, shuffled.
 - frontier: by what is known of each row alone.
-- pooled, only with --arms: frontier, with the number of steps as data.curriculum.key.
+- pooled: frontier, with the number of steps as data.curriculum.key.
 
 The replicas are kept from arm to arm; each arm starts from the seed's warm model with new train workers. The last line
 is JSON, with means over the seeds for each arm.
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a training")
     parser.add_argument("--target", type=float, default=0.95, help="held-out accuracy to be reached")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["uniform", "frontier"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--picture", type=Path, default=None, help="a .png of the learning curves")
     options = parser.parse_args()
     base = base_config(options.steps)
@@ -141,7 +141,7 @@ def base_config(steps: int) -> Config:
     return replace(
         base,
         data=data,
-        trainer=replace(base.trainer, total_steps=steps, eval_every=4),
+        trainer=replace(base.trainer, total_steps=steps, eval_every=3),
         rollout=replace(base.rollout, max_response_tokens=40),
         checkpoint=CheckpointConfig(every=0),
     )

@@ -69,18 +69,20 @@ def needed(program: Path) -> set[Shown]:
         folder = package_of(program)
         target = os.path.normpath(program.parent / os.readlink(program)) if program.is_symlink() else None
         stands_alone = target is not None and folder == program
-        shown.add(Shown(str(program), target) if stands_alone else Shown(str(folder)))
+        if not _is_of_system(program):
+            shown.add(Shown(str(program), target) if stands_alone else Shown(str(folder)))
         if target is None:
             break
         program = Path(target)
     real = program.resolve()  # a folder on the way may be a link, too
-    shown.add(Shown(str(package_of(real))))
-    return {each for each in shown if not _is_of_system(Path(each.path))} | _of_interpreter(real)
+    if not _is_of_system(real):
+        shown.add(Shown(str(package_of(real))))
+    return shown | _of_interpreter(real)
 
 
 def _is_of_system(path: Path) -> bool:
     """Return whether all sandboxes without an image have a path, which may be a link to elsewhere."""
-    if str(path) in SHOWN or path.is_relative_to(ALTERNATIVES):
+    if path.is_relative_to(ALTERNATIVES):
         return True
     return any(path.is_relative_to(name) for name in SHOWN) and is_shown(path.parent)
 

@@ -25,7 +25,8 @@ ITS_KEYS = {
     "data": {field.name for field in fields(DataConfig)} - {"sources"},
     "rollout": {
         *("max_response_tokens", "top_p", "top_k", "min_p", "stop"),
-        *("agent_loop", "agent", "agent_command", "agent_args", "tools_run_in", "tool_processes"),
+        *("agent_loop", "agent", "agent_command", "agent_args", "agent_sandbox", "agent_sandbox_folders"),
+        *("tools_run_in", "tool_processes"),
         *("reward", "reward_runs_in", "reward_processes", "reward_timeout_s", "format_pattern", "verify_timeout_s"),
     },
     "algorithm": {"group_size", "overlong_buffer_tokens", "overlong_penalty"},

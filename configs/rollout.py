@@ -160,6 +160,13 @@ class RolloutConfig:
     """A harness in place of an agent loop: a command of the shell, a process per episode, with OPENAI_BASE_URL,
     OPENAI_API_KEY, ANTHROPIC_BASE_URL and others in its environment. It gets the prompt on stdin, or in place of the
     word {prompt}; rollout.reward scores the episode."""
+    agent_sandbox: bool = False
+    """Run each process of rollout.agent_command, and of an agent that rollout.agent names, in a sandbox of bubblewrap
+    with the limits of sandbox.*: it can write its folder, reads the system's programs and its own, and reaches its
+    session only."""
+    agent_sandbox_folders: list[str] = field(default_factory=list[str])
+    """Folders and files of this machine that such a sandbox shows besides, under the same names, and where nothing can
+    be written: [/home/me/agent]."""
     agent_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of rollout.agent_loop beside the tokenizer, or of rollout.agent beside the task and client, by name:
     rollout.agent_args.topk=5."""

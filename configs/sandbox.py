@@ -15,7 +15,8 @@ class SandboxBackend(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxConfig:
-    """Read by the agent loops and rewards of rollout/environments/sandbox, and by your own that ask for a sandbox."""
+    """Read by the agent loops and rewards of rollout/environments/sandbox, by rollout.agent_sandbox, and by your own
+    that ask for a sandbox."""
 
     backend: SandboxBackend = SandboxBackend.bubblewrap
     """The program that makes sandboxes: bubblewrap, docker or podman. It must be on every machine with agent
@@ -24,7 +25,7 @@ class SandboxConfig:
     """Files that a sandbox begins with, and cannot change. bubblewrap: the folder of an unpacked image, or null for
     this machine's /usr. docker and podman: the name of an image. It must have python3."""
     memory_mb: int = 512
-    """MiB of memory of all processes of a sandbox together, and of the address space of each."""
+    """MiB of memory of all processes of a sandbox together, and of the address space of each (not of an agent's)."""
     disk_mb: int = 64
     """MiB of files that a sandbox can write; they are kept in memory. docker and podman: so many in each folder that
     can be written."""

@@ -10,7 +10,7 @@ slipstream agent-check rollout.agent=codex say=answers.txt
 
 The agent talks to the gateway of a training, without an engine and without weights. Without say=, the model calls an
 offered tool twice (`echo slipstream` where one runs commands), and then says that it is done. The agent acts on this
-machine as it does in training: in a folder of its own, and with your rights.
+machine as it does in training: in a folder of its own, with your rights or in a sandbox (rollout.agent_sandbox).
 
 The report names what the agent asked for, what was refused or left out, how many sequences would be trained and why,
 how many tokens its prompts take by the tokenizer of model.path (else of the tiny model, which takes several times as
@@ -68,6 +68,7 @@ def split(words: Sequence[str]) -> tuple[Arguments, list[str]]:
 def check_agent(config: Config, own: Arguments) -> Ended:
     """Run the agent and write the report. Raises ConfigError for what cannot be run."""
     from scripts.launch.agents import refuse_without_agent
+    from scripts.launch.sandboxes import refuse_without_sandboxes
     from scripts.plan.agent_report import report_text
     from scripts.plan.agent_trial import Script, try_agent
     from scripts.plan.preview import load_policy_tokenizer
@@ -78,6 +79,7 @@ def check_agent(config: Config, own: Arguments) -> Ended:
             f'rollout.agent_command=None: slipstream agent-check "COMMAND", or rollout.agent={names} or module:function'
         )
     refuse_without_agent(config)
+    refuse_without_sandboxes(config)
     try:
         script = Script() if own.say is None else Script.read(own.say)
     except (OSError, ValueError) as error:

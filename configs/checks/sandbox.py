@@ -1,23 +1,28 @@
 """Sandboxes that a run needs, and keys of theirs that contradict others."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 
 from configs.checks.problem import Problem
+from configs.named_agents import NAMED_AGENTS
 from configs.rewards import parse_reward
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 
 ROOM = "rollout.environments.sandbox."
 """The package whose agent loops and rewards run something in sandboxes."""
+OWN_PLACES = tuple(map(Path, ("/", "/dev", "/proc", "/episode")))
+"""The places in the sandbox of an agent that are its own."""
 
 
 def needs_sandbox(config: Config) -> bool:
     """Return whether the agent loop, the harness or a reward of the config is one of those that use sandboxes."""
-    return any((path or "").startswith(ROOM) for path in (config.rollout.agent_loop, config.rollout.agent)) or (
-        _rewards_in_sandbox(config)
-    )
+    rollout = config.rollout
+    is_of_room = any((path or "").startswith(ROOM) for path in (rollout.agent_loop, rollout.agent))
+    return rollout.agent_sandbox or is_of_room or _rewards_in_sandbox(config)
 
 
 def _rewards_in_sandbox(config: Config) -> bool:
@@ -28,6 +33,7 @@ def _rewards_in_sandbox(config: Config) -> bool:
 
 def sandbox_problems(config: Config) -> Iterator[Problem]:
     sandbox, reward_s = config.sandbox, config.rollout.reward_timeout_s
+    yield from _agent_problems(config)
     if not needs_sandbox(config):
         return
     if sandbox.backend is SandboxBackend.bubblewrap:
@@ -39,3 +45,37 @@ def sandbox_problems(config: Config) -> Iterator[Problem]:
     if _rewards_in_sandbox(config) and sandbox.start_timeout_s + sandbox.timeout_s >= reward_s:
         sum_of = "the sum of sandbox.start_timeout_s and sandbox.timeout_s"
         yield Problem("sandbox.timeout_s", f"{sum_of} must be less than rollout.reward_timeout_s={reward_s:g}")
+
+
+def _agent_problems(config: Config) -> Iterator[Problem]:
+    """Yield what keeps the command of an agent from a sandbox."""
+    rollout = config.rollout
+    if not rollout.agent_sandbox:
+        if rollout.agent_sandbox_folders:
+            yield Problem("rollout.agent_sandbox_folders", "needs rollout.agent_sandbox=true")
+        return
+    if rollout.agent_command is None and rollout.agent not in NAMED_AGENTS:
+        names = ", ".join(NAMED_AGENTS)
+        yield Problem("rollout.agent_sandbox", f"needs a command: rollout.agent_command, or rollout.agent={names}")
+    if config.sandbox.backend is not SandboxBackend.bubblewrap:
+        yield Problem("sandbox.backend", "must be bubblewrap with rollout.agent_sandbox=true")
+    if not config.sessions.fresh_folder:
+        yield Problem("sessions.fresh_folder", "must be true with rollout.agent_sandbox=true")
+    if not _is_loopback(config.sessions.host):
+        allowed = "must be a loopback address, such as 127.0.0.1, with rollout.agent_sandbox=true: it has no other"
+        yield Problem("sessions.host", allowed)
+    is_here = config.ray.address is None  # the machines of a cluster may have what this one has not
+    for folder in rollout.agent_sandbox_folders:
+        path = Path(os.path.normpath(os.path.expanduser(folder)))
+        if not path.is_absolute() or path in OWN_PLACES or any(place in path.parents for place in OWN_PLACES[1:]):
+            places = ", ".join(map(str, OWN_PLACES))
+            yield Problem("rollout.agent_sandbox_folders", f"must be absolute, and none of {places}", folder)
+        elif is_here and not path.exists():
+            yield Problem("rollout.agent_sandbox_folders", "no such folder or file", folder)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -166,6 +166,65 @@ def nobody_asks(end: CommandEnd) -> None:
     """Drop the end of a command."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCommand:
+    """A command of one episode, that is to be started."""
+
+    script: str
+    """Text for the shell. It gets `argument` as its first argument."""
+    argument: bytes
+    folder: EpisodeFolder
+    connection: Connection
+    variables: Mapping[str, str]
+    """The variables of its environment that are the same wherever it runs."""
+
+
+class CommandPlace(Protocol):
+    """The place where commands run. That of sandboxes is above this room (rollout/environments/sandbox/commands.py)."""
+
+    async def start(self, command: AgentCommand) -> tuple[Process, int]:
+        """Return the process, whose streams are pipes, and a descriptor which, when it is closed, ends all that the
+        command has started. Raises OSError and ValueError for a command that the system does not take."""
+        ...
+
+
+class Machine:
+    """The place of commands without a sandbox: this machine, with the rights of this process."""
+
+    async def start(self, command: AgentCommand) -> tuple[Process, int]:
+        watched, control = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", REAPER, str(watched), command.script, command.argument),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
+                cwd=command.folder.home,
+                env=self._environment(command),
+                pass_fds=(watched,),
+                start_new_session=True,  # a process group of its own, which `_end` kills
+            )
+        except BaseException:
+            os.close(control)
+            raise
+        finally:
+            os.close(watched)
+        return process, control
+
+    def _environment(self, command: AgentCommand) -> dict[str, str]:
+        """Return the environment of this process for a command: without the token that steers the run, since commands
+        may run what a model wrote."""
+        inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
+        own = {PROMPT_FILE_ENV: str(command.folder.prompt)}
+        if command.folder.home is not None:
+            inherited = {name: value for name, value in inherited.items() if name not in HOME_FOLDERS}
+            own["HOME"] = str(command.folder.home)
+        return {**inherited, **own, **command.variables}
+
+
+MACHINE = Machine()
+
+
 class CommandHarness:
     """Runs a command of the shell, which gets the prompt, and the session in its environment.
 
@@ -180,15 +239,17 @@ class CommandHarness:
         command: str | NamedAgent,
         config: SessionsConfig = DEFAULTS,
         on_end: Callable[[CommandEnd], None] = nobody_asks,
+        place: CommandPlace = MACHINE,
     ):
         """`command` is rollout.agent_command, or the agent that rollout.agent names. `on_end` is told how each command
-        has ended."""
+        has ended. `place` is where they run."""
         self._named = command if isinstance(command, NamedAgent) else None
         if isinstance(command, NamedAgent):
             self._key, command = f"rollout.agent={command.name}", command.command
         else:
             self._key = f"rollout.agent_command={command}"
         self._command, self._may_reward, self._on_end = command, config.command_reward, on_end
+        self._place = place
         self._script = f"{PROMPT_VARIABLE}=$1; shift\n" + command.replace(PROMPT_PLACEHOLDER, f'"${PROMPT_VARIABLE}"')
         self._folders = EpisodeFolders(config)
 
@@ -214,40 +275,28 @@ class CommandHarness:
             raise HarnessError(f"{self._key}: {_why(code, folder.stderr)}")
 
     async def _start(self, argument: bytes, folder: EpisodeFolder, connection: Connection) -> tuple[Process, int]:
-        """Return the process, and a descriptor which, when it is closed, ends all that the command has started."""
-        watched, control = os.pipe()
+        command = AgentCommand(
+            script=self._script,
+            argument=argument,
+            folder=folder,
+            connection=connection,
+            variables=self._variables(connection),
+        )
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", REAPER, str(watched), self._script, argument),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                cwd=folder.home,
-                env=self._environment(folder, connection),
-                pass_fds=(watched,),
-                start_new_session=True,  # a process group of its own, which `_end` kills
-            )
+            return await self._place.start(command)
         except (OSError, ValueError) as error:  # an argument of the system is too long, or has a NUL
-            os.close(control)
             why = f"{error}: prompts of {len(argument):,} bytes may need stdin in place of {PROMPT_PLACEHOLDER}"
             raise HarnessError(f"{self._key}: cannot be started: {why}") from error
-        finally:
-            os.close(watched)
-        return process, control
 
-    def _environment(self, folder: EpisodeFolder, connection: Connection) -> dict[str, str]:
-        """Return the environment of this process for a command: without the token that steers the run, since commands
-        may run what a model wrote, and without a proxy before the session, which is on this machine."""
-        inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
+    def _variables(self, connection: Connection) -> dict[str, str]:
+        """Return the variables of a command, wherever it runs: no proxy stands before the session, which is on this
+        machine."""
         hosts = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
-        own = {"NO_PROXY": hosts, "no_proxy": hosts, PROMPT_FILE_ENV: str(folder.prompt)}
-        if folder.home is not None:
-            inherited = {name: value for name, value in inherited.items() if name not in HOME_FOLDERS}
-            own["HOME"] = str(folder.home)
+        own = {"NO_PROXY": hosts, "no_proxy": hosts}
         if self._may_reward:
             own |= {"SLIPSTREAM_REWARD_URL": f"{connection.url}/reward", "SLIPSTREAM_REWARD_KEY": connection.key}
         agent = {} if self._named is None else self._named.environment
-        return {**inherited, **own, **agent, **connection.environment}
+        return {**own, **agent, **connection.environment}
 
 
 class _Streams:

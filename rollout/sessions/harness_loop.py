@@ -29,8 +29,10 @@ from rollout.sessions.budget import LOOK_S, SessionLimits, make_limits
 from rollout.sessions.codec import ChatCodec, make_codec
 from rollout.sessions.errors import BadRequestError
 from rollout.sessions.harness import (
+    MACHINE,
     CommandEnd,
     CommandHarness,
+    CommandPlace,
     Connection,
     FunctionHarness,
     Harness,
@@ -120,23 +122,25 @@ class HarnessTimeoutError(TimeoutError):
     """The harness took longer than it may. What it did is kept."""
 
 
-def load_harness_loop(config: Config, tokenizer: Any) -> "HarnessLoop":
-    """Return the loop of rollout.agent or rollout.agent_command. Raises ValueError when either cannot be loaded, or the
-    tokenizer has no chat template."""
-    return HarnessLoop(load_harness(config), SessionHost.of(config, tokenizer), config.sessions)
+def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = MACHINE) -> "HarnessLoop":
+    """Return the loop of rollout.agent or rollout.agent_command, whose commands run in `place`. Raises ValueError when
+    either cannot be loaded, or the tokenizer has no chat template."""
+    return HarnessLoop(load_harness(config, place=place), SessionHost.of(config, tokenizer), config.sessions)
 
 
-def load_harness(config: Config, on_end: Callable[[CommandEnd], None] = nobody_asks) -> Harness:
-    """Return the harness of a config. `on_end` is told how a command has ended. Raises ValueError when the harness
-    cannot be loaded, or its program is not on this machine."""
+def load_harness(
+    config: Config, on_end: Callable[[CommandEnd], None] = nobody_asks, place: CommandPlace = MACHINE
+) -> Harness:
+    """Return the harness of a config. `on_end` is told how a command has ended, and `place` is where it runs. Raises
+    ValueError when the harness cannot be loaded, or its program is not on this machine."""
     rollout, sessions = config.rollout, config.sessions
     if rollout.agent_command:
-        return CommandHarness(rollout.agent_command, sessions, on_end)
+        return CommandHarness(rollout.agent_command, sessions, on_end, place)
     if (named := NAMED_AGENTS.get(rollout.agent or "")) is None:
         return FunctionHarness(rollout.agent or "", rollout.agent_args)
     if named.problem is not None:
         raise ValueError(f"rollout.agent={named.name}: {named.problem}")
-    return CommandHarness(named, sessions, on_end)
+    return CommandHarness(named, sessions, on_end, place)
 
 
 class HarnessLoop:

@@ -14,7 +14,7 @@ from rollout.agents.worker import AgentWorker
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.replica.client import ReplicaClient
-from scripts.launch.sandboxes import prepare_sandboxes
+from scripts.launch.sandboxes import command_place, prepare_sandboxes
 
 NOTICED = ("rollout.environments",)
 """Loggers in agent workers whose warnings the console shows."""
@@ -59,7 +59,7 @@ def load_loop(config: Config, tokenizer: Any) -> AgentLoop:
             return load_agent_loop(config.rollout.agent_loop, tokenizer, config.rollout.agent_args)
     from rollout.sessions.harness_loop import load_harness_loop  # with a web server, which other loops do without
 
-    return load_harness_loop(config, tokenizer)
+    return load_harness_loop(config, tokenizer, command_place(config))
 
 
 async def check_chat_template(config: Config, agents: AgentWorkerGroup) -> str | None:

@@ -6,14 +6,18 @@ from pathlib import Path
 from configs.checks.sandbox import needs_sandbox
 from configs.harbor import AGENT_LOOP
 from configs.mixture import Source, sources_of
+from configs.named_agents import NAMED_AGENTS
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.data.sources import DataError
+from rollout.environments.sandbox.commands import CommandLauncher, SandboxedCommands
 from rollout.environments.sandbox.harbor import COLUMN, Task, TaskError, read_task
-from rollout.environments.sandbox.launching import SandboxUnavailableError, check_backend, has_image, is_shown
+from rollout.environments.sandbox.launching import SHOWN, SandboxUnavailableError, check_backend, has_image, is_shown
+from rollout.environments.sandbox.programs import Shown, shown_for
 from rollout.environments.sandbox.sandboxes import provide
 from rollout.prompts import Row
+from rollout.sessions.harness import MACHINE, CommandPlace
 
 MOST_SHOWN = 3
 """The tasks that an error names."""
@@ -28,20 +32,23 @@ def refuse_without_sandboxes(config: Config) -> None:
     for source in sources:
         _refuse_shown_data(source)
     if config.ray.address is None:
-        try:
-            check_backend(config.sandbox)
-        except SandboxUnavailableError as error:
-            raise ConfigError(str(error)) from error
+        for source in sources:
+            try:
+                _check(source.config)
+            except SandboxUnavailableError as error:
+                raise ConfigError(str(error)) from error
 
 
 def _refuse_shown_data(source: Source) -> None:
     config, whose = source.config, f"data.sources.{source.name}: " if source.name else ""
-    if config.sandbox.backend is not SandboxBackend.bubblewrap or config.sandbox.image is not None:
+    if config.sandbox.backend is not SandboxBackend.bubblewrap:
         return
+    system = SHOWN if config.sandbox.image is None else ()
+    shown = (*system, *(each.path for each in _shown(config) if config.rollout.agent_sandbox))
     for key, entries in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
         for entry in (entries or "").split(","):
             path = Path(entry.strip().partition("@")[0]).expanduser()
-            if entry.strip() and path.exists() and is_shown(path):
+            if entry.strip() and path.exists() and is_shown(path, shown):
                 folder = "a folder that sandboxes see, with the tests in it"
                 raise ConfigError(
                     f"{whose}data.{key}={entry.strip()}: is in {folder}: move it out, or set sandbox.image"
@@ -89,5 +96,24 @@ def prepare_sandboxes(config: Config) -> None:
     """Make the process of an agent worker ready for sandboxes. Raises SandboxUnavailableError where its machine cannot
     start those that the config needs."""
     provide(config.sandbox)
-    if needs_sandbox(config):
+    _check(config)
+
+
+def command_place(config: Config) -> CommandPlace:
+    """Return the place where the commands of rollout.agent_command and rollout.agent run."""
+    return SandboxedCommands(config.sandbox, _shown(config)) if config.rollout.agent_sandbox else MACHINE
+
+
+def _check(config: Config) -> None:
+    if config.rollout.agent_sandbox:
+        check_backend(config.sandbox, CommandLauncher(config.sandbox, _shown(config)))
+    elif needs_sandbox(config):
         check_backend(config.sandbox)
+
+
+def _shown(config: Config) -> list[Shown]:
+    """Return what the sandbox of an agent's command shows besides the system. The programs of an image are in it."""
+    rollout = config.rollout
+    named = NAMED_AGENTS.get(rollout.agent or "")
+    command = named.command if named is not None else rollout.agent_command or ""
+    return shown_for(command if config.sandbox.image is None else "", rollout.agent_sandbox_folders)

@@ -21,6 +21,7 @@ from rollout.sessions.harness_loop import HarnessLoop, SessionHost, load_harness
 from rollout.sessions.session import Session
 from rollout.sessions.tree.sequences import rows
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from scripts.launch.sandboxes import command_place
 from scripts.plan.agent_report import REFUSED, AgentReport, Exchange, Limits, Row
 
 MAX_TOKENS = 2**20
@@ -218,7 +219,7 @@ async def try_agent(config: Config, tokenizer: Any, prompt: str, script: Script)
     )
     ends: list[CommandEnd] = []
     host = RecordingHost.of(roomy, tokenizer)
-    loop = HarnessLoop(load_harness(roomy, ends.append), host, roomy.sessions)
+    loop = HarnessLoop(load_harness(roomy, ends.append, command_place(roomy)), host, roomy.sessions)
     task = EpisodeTask(
         request_id=RequestId(ordinal=0),
         prompt=Prompt(ordinal=0, text=prompt, token_ids=(1,), ground_truth=""),

@@ -14,7 +14,7 @@ from configs.named_agents import NamedAgent
 from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode
-from rollout.sessions.harness import CommandEnd, CommandHarness
+from rollout.sessions.harness import MACHINE, CommandEnd, CommandHarness, CommandPlace
 from rollout.sessions.harness_loop import HarnessLoop
 from scripts.plan.agent_report import Exchange
 from scripts.plan.agent_trial import RecordingHost
@@ -41,7 +41,7 @@ class Outcome:
         return [exchange for exchange in self.exchanges if exchange.is_refused]
 
 
-def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None) -> Outcome:
+def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None, place: CommandPlace = MACHINE) -> Outcome:
     """Run one episode of an agent on a session host, whose policy says its lines. Its folder begins as a copy of
     `folder`."""
     config = Config(
@@ -55,7 +55,7 @@ def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None) -> Outcom
     host = RecordingHost.of(config, chat_tokenizer(FAMILY))
 
     async def main() -> Episode:
-        loop = HarnessLoop(CommandHarness(agent, config.sessions, ends.append), host, config.sessions)
+        loop = HarnessLoop(CommandHarness(agent, config.sessions, ends.append, place), host, config.sessions)
         try:
             return await loop.run_episode(episode_task(max_tokens=MAX_TOKENS), policy.generate)
         finally:

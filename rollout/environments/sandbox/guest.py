@@ -6,6 +6,8 @@ of its own sandbox from it, nor look into it, because it is not dumpable. Where 
 bubblewrap's filter refuses, no command runs any more.
 
 A request and an answer are each a JSON object after its size, and then so many bytes as the object's "size" says.
+
+For an agent that is a command it takes no requests: it runs this command, with its own streams, and ends with it.
 """
 
 from __future__ import annotations
@@ -317,6 +319,48 @@ def become(request, ends, settings):
     os._exit(127)
 
 
+def run_agent(guest, script, argument):
+    """Run a command of the shell with the streams of process 1, and end with it: the kernel then ends all that it has
+    started. It also ends when the other end of the settings' "control" is closed, since the run outside is gone."""
+    agent = guest.settings["agent"]
+    os.set_inheritable(agent["control"], False)  # the command may not have it
+    send_listener(agent["control"], *agent["address"])
+    guest.files = {folder: num_files(folder) for folder in guest.settings["writable"]}
+    argv = ["/bin/sh", "-c", script, "sh", argument]
+    shell = os.fork()
+    if shell == 0:
+        become(
+            {"argv": argv, "cwd": agent["cwd"], "env": {**os.environ, "PATH": agent["path"]}}, (0, 1, 2), guest.settings
+        )
+    for stream in (0, 1):  # the command's own are to end with it
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+    events = select.poll()
+    for end in (agent["control"], os.pidfd_open(shell)):
+        events.register(end, select.POLLIN)
+    limit = None
+    while limit is None and shell not in guest.statuses:
+        if any(end == agent["control"] for end, _ in events.poll(1000 * LOOK_S)):
+            os._exit(1)
+        guest.reap()
+        limit = guest.reached()
+    code = 1
+    if limit is None:
+        code, limit = ending(guest.statuses[shell])
+    if limit is not None:
+        guest.end_processes()  # so that these are the last words
+        os.write(2, f"[ended: {agent['limits'][limit]}]\n".encode())
+    os._exit(1 if code is None else code)
+
+
+def send_listener(control, host, port):
+    """Listen on an address of the sandbox's own loopback, and hand the listener out: the run outside serves it."""
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listener, socket.socket(fileno=os.dup(control)) as out:
+        socket.send_fds(out, [b"!"], [listener.fileno()])
+
+
 def ending(status):
     """Return the exit code of a shell for a process that ended so, and the limit that ended it."""
     code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
@@ -402,6 +446,8 @@ def main():
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     guest = Guest(settings)
     guest.make_folders()
+    if "agent" in guest.settings:
+        run_agent(guest, *sys.argv[2:])
     guest.serve()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from configs.sandbox import SandboxBackend, SandboxConfig
@@ -25,6 +26,9 @@ tasks expect them."""
 HOME = f"/{FOLDERS[0]}"
 SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders of this machine with programs, which sandboxes without an image see."""
+ALTERNATIVES = "/etc/alternatives"
+"""The folder of the links by which Debian chooses between programs."""
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 MIB = 2**20
 SHARED_MEMORY_MB = 16
 """The size of /dev/shm, by which programs share memory."""
@@ -69,7 +73,9 @@ def guest_source() -> str:
     return (resources.files("rollout.environments.sandbox") / "guest.py").read_text(encoding="utf-8")
 
 
-def guest_settings(config: SandboxConfig, *, writable: Sequence[str], folders: Sequence[str], own_user: bool) -> str:
+def guest_settings(
+    config: SandboxConfig, *, writable: Sequence[str], folders: Sequence[str], own_user: bool
+) -> dict[str, Any]:
     """Return the settings of `guest.py`.
 
     Args:
@@ -88,7 +94,7 @@ def guest_settings(config: SandboxConfig, *, writable: Sequence[str], folders: S
     }
     if own_user:
         rlimits["RLIMIT_NPROC"] = config.max_processes + 1  # process 1 counts, too
-    settings = {
+    return {
         "writable": writable,
         "folders": folders,
         "memory_bytes": memory,
@@ -96,7 +102,6 @@ def guest_settings(config: SandboxConfig, *, writable: Sequence[str], folders: S
         "max_files": MAX_FILES,
         "rlimits": rlimits,
     }
-    return json.dumps(settings)
 
 
 def _unprivileged() -> tuple[str, ...]:
@@ -105,6 +110,43 @@ def _unprivileged() -> tuple[str, ...]:
     if os.geteuid() != 0:
         return ()
     return ("setpriv", f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups", "--")
+
+
+@contextmanager
+def bwrap_launch(
+    image: str | None,
+    files: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] = NO_VARIABLES,
+    pass_fds: Sequence[int] = (),
+) -> Iterator[Launch]:
+    """Return a context manager that gives the `Launch` of a sandbox of bwrap.
+
+    Args:
+        image: The folder of its files, or None for those of this machine's system.
+        files: Arguments of bwrap for what it has besides.
+        arguments: Those of `guest.py`.
+        before: Words of a command that root runs before it becomes another user.
+        environment: Variables of `guest.py`. They are on no command line, which others could read.
+        pass_fds: Descriptors that `guest.py` gets.
+    """
+    if shutil.which(BWRAP) is None:  # setpriv would say so in its own words
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), BWRAP)
+    program, ours = os.pipe()
+    try:
+        with os.fdopen(ours, "wb") as pipe:
+            pipe.write(filter_program())
+        options: dict[str, Any] = {
+            "pass_fds": (program, *pass_fds),
+            "cwd": "/",
+            "env": {**environment, "PATH": os.environ.get("PATH", PATH)},
+        }
+        guest = ("python3", "-I", "-S", "-c", guest_source(), *arguments)
+        yield Launch(argv=(*before, *_unprivileged(), *_bwrap(image, program, files), *guest), options=options)
+    finally:
+        os.close(program)
 
 
 class Bubblewrap:
@@ -119,36 +161,14 @@ class Bubblewrap:
         self._config = config
         writable = ["/sandbox", "/dev/shm"]
         folders = [f"/sandbox/{name}" for name in FOLDERS]
-        self._settings = guest_settings(config, writable=writable, folders=folders, own_user=True)
+        self._settings = json.dumps(guest_settings(config, writable=writable, folders=folders, own_user=True))
 
     @contextmanager
     def launch(self, image: str | None) -> Iterator[Launch]:
-        if shutil.which(BWRAP) is None:  # setpriv would say so in its own words
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), BWRAP)
-        program, ours = os.pipe()
-        try:
-            with os.fdopen(ours, "wb") as pipe:
-                pipe.write(filter_program())
-            options: dict[str, Any] = {
-                "pass_fds": (program,),
-                "cwd": "/",
-                "env": {"PATH": os.environ.get("PATH", PATH)},
-            }
-            yield Launch(argv=(*_unprivileged(), *self._argv(image, program)), options=options)
-        finally:
-            os.close(program)
-
-    def _argv(self, image: str | None, program: int) -> tuple[str, ...]:
-        disk, shared = (str(size * MIB) for size in (self._config.disk_mb, SHARED_MEMORY_MB))
-        namespaces = ("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox")
-        ends = ("--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(program))
         links = [word for name in FOLDERS for word in ("--symlink", f"sandbox/{name}", f"/{name}")]
-        devices = ("--dev", "/dev", "--size", shared, "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
-        files = ("--proc", "/proc", *devices, "--size", disk, "--tmpfs", "/sandbox", *links, "--remount-ro", "/")
-        environment = ("--clearenv", "--setenv", "PATH", PATH, "--chdir", "/")
-        guest = ("python3", "-I", "-S", "-c", guest_source(), self._settings)
-        roots = _system() if image is None else _unpacked(Path(image))
-        return (BWRAP, *namespaces, *ends, *roots, *files, *environment, *guest)
+        files = ("--size", str(self._config.disk_mb * MIB), "--tmpfs", "/sandbox", *links)
+        with bwrap_launch(image, files, (self._settings,)) as launch:
+            yield launch
 
     def advice(self, error: str) -> str:
         if shutil.which(BWRAP) is None:
@@ -165,19 +185,30 @@ class Bubblewrap:
         return "bwrap cannot start a sandbox"
 
 
+def _bwrap(image: str | None, program: int, files: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of bwrap, before that of process 1, which has the variables that bwrap has."""
+    namespaces = ("--unshare-all", "--unshare-user", "--uid", "1000", "--gid", "1000", "--hostname", "sandbox")
+    ends = ("--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--seccomp", str(program))
+    devices = ("--dev", "/dev", "--size", str(SHARED_MEMORY_MB * MIB), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+    roots = _system() if image is None else _unpacked(Path(image))
+    fixed = ("--proc", "/proc", *devices, *files, "--remount-ro", "/", "--setenv", "PATH", PATH, "--chdir", "/")
+    return (BWRAP, *namespaces, *ends, *roots, *fixed)
+
+
 def _system() -> list[str]:
     """Return the arguments that show this machine's programs."""
     roots = [word for name in SHOWN for word in _shown(Path(name), name)]
-    for name in ("/etc/alternatives", "/etc/ld.so.cache"):  # links of programs, and where libraries are
+    for name in (ALTERNATIVES, "/etc/ld.so.cache"):  # links of programs, and where libraries are
         roots += _shown(Path(name), name)
     if is_shown(shipped_tasks()):  # their tests and solutions; Python of an image is in /usr/local
         roots += ["--tmpfs", str(shipped_tasks().resolve())]
     return roots
 
 
-def is_shown(path: Path) -> bool:
-    """Return whether the sandboxes of bubblewrap without sandbox.image see a path of this machine."""
-    return any(path.resolve().is_relative_to(Path(name).resolve()) for name in SHOWN if Path(name).exists())
+def is_shown(path: Path, folders: Sequence[str] = SHOWN) -> bool:
+    """Return whether a path of this machine is in one of the folders, by default those that the sandboxes of bubblewrap
+    without sandbox.image see."""
+    return any(path.resolve().is_relative_to(Path(name).resolve()) for name in folders if Path(name).exists())
 
 
 def shipped_tasks() -> Path:
@@ -204,7 +235,7 @@ class Container:
     def __init__(self, config: SandboxConfig):
         self._config = config
         folders = [f"/{name}" for name in FOLDERS]
-        self._settings = guest_settings(config, writable=folders, folders=folders, own_user=False)
+        self._settings = json.dumps(guest_settings(config, writable=folders, folders=folders, own_user=False))
 
     @contextmanager
     def launch(self, image: str | None) -> Iterator[Launch]:
@@ -231,9 +262,10 @@ def make_launcher(config: SandboxConfig) -> Launcher:
     return Bubblewrap(config) if config.backend is SandboxBackend.bubblewrap else Container(config)
 
 
-def check_backend(config: SandboxConfig) -> None:
-    """Start a sandbox and end it. Raises SandboxUnavailableError where that is not possible on this machine."""
-    launcher = make_launcher(config)
+def check_backend(config: SandboxConfig, launcher: Launcher | None = None) -> None:
+    """Start a sandbox, by default as sandbox.backend says, and end it. Raises SandboxUnavailableError where that is not
+    possible on this machine."""
+    launcher = launcher or make_launcher(config)
     try:
         with launcher.launch(config.image) as launch:
             # Its stdin ends at once, and so does the sandbox.

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from configs.named_agents import NAMED_AGENTS, NamedAgent
+from configs.sandbox import SandboxConfig
+from rollout.environments.sandbox.commands import SandboxedCommands
+from rollout.environments.sandbox.programs import shown_for
 from rollout.types import GenerationRequest
 from tests.support.agent_installs import INSTALLS, path_with
 from tests.support.paths import ROOT
 from tests.support.real_agents import check_reading, check_tokens, run_agent
+from tests.support.sandboxes import need_sandboxes
 
 pytestmark = [pytest.mark.slow]
 PNG = base64.b64decode(
@@ -202,3 +207,30 @@ def test_an_agent_is_not_refused_is_read_and_is_trained_on_what_was_sampled(
     assert "42" in outcome.output and "unsupported call" not in outcome.output
     check_tokens(outcome)
     check_reading(outcome)
+
+
+SHELL_CALLS = {"claude-code": ("Bash", "command"), "codex": ("exec_command", "cmd"), "opencode": ("bash", "command")}
+SHELL_CALLS["mini-swe-agent"] = SHELL_CALLS["opencode"]
+LOOKS = "touch made && echo it is $((6 * 7)) in $PWD"
+
+
+@pytest.mark.parametrize("name", SHELL_CALLS)
+def test_a_named_agent_does_its_work_in_a_sandbox(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_sandboxes()
+    install, agent = INSTALLS[name], NAMED_AGENTS[name.replace("-", "_")]
+    if (reason := install.reason_to_skip()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("PATH", path_with(agent, tmp_path / "bin"))
+    tool, argument = SHELL_CALLS[name]
+    work = call(tool, **{argument: LOOKS, **({} if argument == "cmd" else {"description": "Look"})})
+    trial = Trial(lambda _: agent, [work, TRIALS[name].turns[-1]])
+    config = SandboxConfig(memory_mb=2048, cpu_s=600, max_processes=256)
+    shown = shown_for(agent.command, [str(install.folder), sys.base_prefix])
+    outcome = run_agent(agent, trial.say, folder, SandboxedCommands(config, shown))
+    assert outcome.refused == []
+    assert outcome.episode.result is None, outcome.episode.result
+    read = " ".join(outcome.policy.tokenizer.decode(list(ids)) for ids in outcome.policy.prompts.values())
+    assert "it is 42 in /episode/home" in read
+    check_tokens(outcome)

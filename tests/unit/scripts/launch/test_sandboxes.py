@@ -9,10 +9,12 @@ import pytest
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
 from configs.validate import ConfigError, check
+from rollout.environments.sandbox.commands import SandboxedCommands
 from rollout.environments.sandbox.launching import shipped_tasks
 from rollout.environments.sandbox.sandboxes import provide, sandbox_config
+from rollout.sessions.harness import MACHINE
 from scripts.launch.data import held_out_sources, load_sources
-from scripts.launch.sandboxes import prepare_sandboxes, refuse_without_sandboxes
+from scripts.launch.sandboxes import command_place, prepare_sandboxes, refuse_without_sandboxes
 from tests.support.compose import changed, resolve
 
 REWARD = "rollout.environments.sandbox.hidden_tests:hidden_tests"
@@ -20,6 +22,7 @@ NEEDING: list[dict[str, Any]] = [
     {"rollout__agent_loop": "rollout.environments.sandbox.tools:agent_loop"},
     {"rollout__reward": REWARD},
     {"rollout__reward": f"{REWARD}+0.1*format"},
+    {"rollout__agent_command": "run-it", "rollout__agent_sandbox": True},
 ]
 
 
@@ -73,6 +76,51 @@ def test_tasks_whose_image_docker_has_not_are_refused_with_the_command_that_fetc
     assert str(refusal.value) == f"data.harbor={tasks}: task {tasks}/c: {fetch}"
     assert len((tmp_path / "docker.calls").read_text().splitlines()) == 2, "each image is asked for once"
     load_sources(resolve(*words, "ray.address=head:6379"))
+
+
+def test_a_run_whose_agent_would_see_the_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").touch()
+    config = changed(
+        Config(),
+        data__train_files=f"{tmp_path}/data/train.jsonl",
+        rollout__agent_command="run-it",
+        rollout__agent_sandbox=True,
+        rollout__agent_sandbox_folders=[str(tmp_path)],
+        ray__address="head:6379",
+    )
+    with pytest.raises(ConfigError, match="data.train_files=.*: is in a folder that sandboxes see"):
+        refuse_without_sandboxes(config)
+    refuse_without_sandboxes(changed(config, rollout__agent_sandbox_folders=[]))
+
+
+def test_commands_run_in_a_sandbox_where_the_config_says_so() -> None:
+    config = changed(Config(), rollout__agent_command="run-it")
+    assert command_place(config) is MACHINE
+    assert isinstance(command_place(changed(config, rollout__agent_sandbox=True)), SandboxedCommands)
+
+
+AGENT: dict[str, Any] = {"rollout__agent_command": "run-it", "rollout__agent_sandbox": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"rollout__agent_command": None}, "rollout.agent_sandbox=True: needs a command: rollout.agent_command, or"),
+        ({"sandbox__backend": SandboxBackend.docker}, "sandbox.backend=docker: must be bubblewrap with"),
+        ({"sessions__fresh_folder": False}, "sessions.fresh_folder=False: must be true with"),
+        ({"sessions__host": "0.0.0.0"}, "sessions.host=0.0.0.0: must be a loopback address"),
+        ({"rollout__agent_sandbox_folders": ["here"]}, "rollout.agent_sandbox_folders=here: must be absolute"),
+        ({"rollout__agent_sandbox_folders": ["/usr/.."]}, "rollout.agent_sandbox_folders=/usr/..: must be absolute"),
+        ({"rollout__agent_sandbox_folders": ["/no/such"]}, "rollout.agent_sandbox_folders=/no/such: no such folder"),
+        ({"rollout__agent_sandbox": False, "rollout__agent_sandbox_folders": ["/usr"]}, "needs rollout.agent_sandbox"),
+    ],
+)
+def test_what_keeps_a_command_from_a_sandbox_is_refused(keys: dict[str, Any], problem: str) -> None:
+    check(changed(Config(), **AGENT), needed_files=())
+    with pytest.raises(ConfigError) as refusal:
+        check(changed(Config(), **{**AGENT, **keys}), needed_files=())
+    assert problem in str(refusal.value)
 
 
 def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:

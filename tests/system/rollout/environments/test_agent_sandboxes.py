@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +18,7 @@ from configs.sandbox import SandboxConfig
 from rollout.environments.sandbox.commands import SandboxedCommands
 from rollout.environments.sandbox.programs import shown_for
 from rollout.sessions.harness import CommandEnd, CommandHarness, Connection, HarnessError, HarnessTask
+from tests.support.machines import wait_until
 from tests.support.paths import ROOT
 from tests.support.sandboxes import SMALL, need_sandboxes, running
 
@@ -134,6 +136,22 @@ def test_a_command_that_is_cancelled_leaves_nothing(folder: Path, monkeypatch: p
 
     asyncio.run(main())
     assert not running(mark)
+
+
+def test_a_command_ends_with_the_agent_worker_that_started_it(folder: Path) -> None:
+    mark = f"orphan-{os.getpid()}"
+    worker = os.fork()
+    if worker == 0:
+        try:
+            asyncio.run(run(f"sh -c 'sleep 300; :' {mark}"))
+        finally:
+            os._exit(0)
+    try:
+        wait_until(lambda: bool(running(mark)))
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+    wait_until(lambda: not running(mark))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class NamedAgent:
         return {path: Template(text).substitute(session) for path, text in self.files.items()}
 
 
+END_OF_OPTIONS = "--"
+"""Without it, a prompt that begins with a dash is taken for an option."""
 CODEX_SETTINGS = """\
 model = "policy"
 model_provider = "session"
@@ -70,8 +72,9 @@ ALL = (
     NamedAgent(
         name="claude_code",
         argv=(
-            *("claude", "-p", PROMPT_PLACEHOLDER, "--model", "policy"),
+            *("claude", "-p", "--model", "policy"),
             *("--allowedTools", "Bash", "Read", "Edit", "Write"),  # what it may do without asking, and nobody answers
+            *(END_OF_OPTIONS, PROMPT_PLACEHOLDER),
         ),
         install="npm install -g @anthropic-ai/claude-code@2.1.197",
         context=32768,
@@ -82,7 +85,7 @@ ALL = (
         name="codex",
         argv=(
             *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-            PROMPT_PLACEHOLDER,
+            *(END_OF_OPTIONS, PROMPT_PLACEHOLDER),
         ),
         install="npm install -g @openai/codex@0.169.0",
         context=16384,
@@ -90,7 +93,7 @@ ALL = (
     ),
     NamedAgent(
         name="opencode",
-        argv=("opencode", "run", "--model", "session/policy", PROMPT_PLACEHOLDER),
+        argv=("opencode", "run", "--model", "session/policy", END_OF_OPTIONS, PROMPT_PLACEHOLDER),
         install="npm install -g opencode-ai@1.18.33",
         context=16384,
         files={"opencode.json": json.dumps({"provider": {"session": OPENCODE_PROVIDER}})},

@@ -91,8 +91,8 @@ class ClientHarness:
             return await self._agent(task, client)
 
 
-def episode_task(index: int = 0, max_tokens: int = 1000) -> EpisodeTask:
-    prompt = Prompt(ordinal=7, text="What is 6 times 7?", token_ids=(1, 2), ground_truth="42")
+def episode_task(index: int = 0, max_tokens: int = 1000, text: str = "What is 6 times 7?") -> EpisodeTask:
+    prompt = Prompt(ordinal=7, text=text, token_ids=(1, 2), ground_truth="42")
     return make_task(index, prompt, max_tokens=max_tokens)
 
 

@@ -21,6 +21,8 @@ from scripts.plan.agent_trial import RecordingHost
 from tests.support.chat_models import chat_tokenizer
 from tests.support.harnesses import FAMILY, SAY, Policy, episode_task
 
+QUESTION = "- What is 6 times 7?"
+"""Begins as an option does."""
 MAX_TOKENS = 400_000
 """The context: a coding agent's first request has tens of thousands of tokens."""
 TIMEOUT_S = 120.0
@@ -57,7 +59,7 @@ def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None, place: Co
     async def main() -> Episode:
         loop = HarnessLoop(CommandHarness(agent, config.sessions, ends.append, place), host, config.sessions)
         try:
-            return await loop.run_episode(episode_task(max_tokens=MAX_TOKENS), policy.generate)
+            return await loop.run_episode(episode_task(max_tokens=MAX_TOKENS, text=QUESTION), policy.generate)
         finally:
             await loop.close()
 

@@ -111,8 +111,8 @@ def test_a_plan_from_python_reaches_the_output_and_its_refusal_is_raised(
     rows = [{"question": f"{number}?", "answer": str(number)} for number in range(9)]
     result = train(data=rows, reward=lambda prompt, text: 0.5, device="cpu", dry_run=True)
     assert result.summary == {} and "reward runs.functions.function_" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="rollout.reward=runs.functions.function_.*must be callable with"):
-        train(reward=lambda text: 0.5, dry_run=True)
+    with pytest.raises(ConfigError, match="(?s)no column 'answer'.*the process of the command"):
+        train(data=[{"question": "1?"}], reward=lambda prompt, text: 0.5, device="cpu", dry_run=True)
 
 
 def test_the_import_name_is_mapped_by_pyproject(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ ITS_KEYS = {
 }
 """The keys that a source may set, by section. All others say how the processes work that the sources share."""
 ROUNDING = 1e-9
+"""The part of a group by which a share of exactly one may come out lower, since weights are floats."""
 WHOLE = {"data": ("loader_args",), "rollout": ("agent_args",)}
 """Keys whose values are dicts of one user's: those of a source take the place of the run's."""
 LISTED = ("train_files", "val_files", "harbor")

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 from configs.checks.problem import Problem
@@ -11,6 +10,7 @@ from configs.named_agents import NAMED_AGENTS
 from configs.rewards import parse_reward
 from configs.sandbox import SandboxBackend
 from configs.schema import Config
+from configs.serve import is_loopback
 
 ROOM = "rollout.environments.sandbox."
 """The package whose agent loops and rewards run something in sandboxes."""
@@ -61,7 +61,7 @@ def _agent_problems(config: Config) -> Iterator[Problem]:
         yield Problem("sandbox.backend", "must be bubblewrap with rollout.agent_sandbox=true")
     if not config.sessions.fresh_folder:
         yield Problem("sessions.fresh_folder", "must be true with rollout.agent_sandbox=true")
-    if not _is_loopback(config.sessions.host):
+    if not is_loopback(config.sessions.host):
         allowed = "must be a loopback address, such as 127.0.0.1, with rollout.agent_sandbox=true: it has no other"
         yield Problem("sessions.host", allowed)
     is_here = config.ray.address is None  # the machines of a cluster may have what this one has not
@@ -72,10 +72,3 @@ def _agent_problems(config: Config) -> Iterator[Problem]:
             yield Problem("rollout.agent_sandbox_folders", f"must be absolute, and none of {places}", folder)
         elif is_here and not path.exists():
             yield Problem("rollout.agent_sandbox_folders", "no such folder or file", folder)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -35,6 +35,7 @@ HOME, PROMPT = "/episode/home", "/episode/prompt.txt"
 WRITABLE = ("/tmp", "/dev/shm")
 """Folders in memory that a command can write besides its HOME."""
 SAID_S = 1.0
+"""The longest wait for the last words of a sandbox that did not start."""
 
 
 class CommandLauncher(Bubblewrap):
@@ -152,4 +153,4 @@ async def _said(process: Process) -> str:
     with suppress(TimeoutError):
         async with asyncio.timeout(SAID_S):
             return (await process.stderr.read(4096)).decode(errors="replace").strip()
-    return "it ended at once"
+    return "it wrote no reason"

@@ -22,8 +22,9 @@ from configs.checks.sections import TRAIN_AND_VAL
 from configs.data import NO_FILES, DataConfig
 from configs.harbor import expanded
 from configs.mixture import LISTED, writable
-from configs.schema import Config, RayConfig
+from configs.schema import Config, RayConfig, Transport, WeightSyncConfig
 from configs.validate import ConfigError, check
+from configs.weight_sync import VLLM_PREFIX
 
 SEARCH_PATH = "Config search path:"
 DETAILS = ("full_key:", "reference_type", "object_type", "See https:")
@@ -45,6 +46,24 @@ class _GivenData(DataConfig):
         return DataConfig(**{**fields, **files})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GivenWeightSync(WeightSyncConfig):
+    """The weight updates as YAML and the command line may give them: a backend of vLLM as vllm:NAME."""
+
+    transport: Any = Transport.shared_memory
+
+    def normal(self) -> WeightSyncConfig:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in WeightSyncConfig.__dataclass_fields__}
+        written = self.transport.value if isinstance(self.transport, Transport) else str(self.transport)
+        if written.startswith(VLLM_PREFIX):
+            fields["vllm_backend"], written = written.removeprefix(VLLM_PREFIX), Transport.vllm.value
+        names = [transport.value for transport in Transport]
+        if written not in names:
+            allowed = ", ".join(name for name in names if name != Transport.vllm.value)
+            raise ConfigError(f"weight_sync.transport={written}: must be one of {allowed}, or vllm:NAME")
+        return WeightSyncConfig(**{**fields, "transport": Transport(written)})
+
+
 def _joined(key: str, files: Any) -> str | None:
     names = files if isinstance(files, list) else [files]
     if not names:
@@ -62,7 +81,9 @@ def load(composed: DictConfig, needed_files: Sequence[str] = TRAIN_AND_VAL, over
     except OmegaConfBaseException as error:  # ??? and interpolations that lead nowhere
         raise ConfigError(one_line(error)) from error
     assert isinstance(config, Config) and isinstance(config.data, _GivenData)
-    config = replace(config, data=config.data.normal(), ray=_with_address(config.ray))
+    assert isinstance(config.weight_sync, _GivenWeightSync)
+    normal = {"data": config.data.normal(), "weight_sync": config.weight_sync.normal()}
+    config = replace(config, **normal, ray=_with_address(config.ray))
     for key, value in values(config):
         if isinstance(value, list) and not all(isinstance(entry, str) for entry in value):
             raise ConfigError(f"{key}={value}: must be a list of texts")  # OmegaConf takes lists for texts there
@@ -142,4 +163,5 @@ def literal_docs(section: type) -> dict[str, str]:
 def register() -> None:
     """Registers the schema in Hydra's store, which is global: once per process is enough."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=writable(OmegaConf.structured(Config(data=_GivenData()))))
+    given = Config(data=_GivenData(), weight_sync=_GivenWeightSync())
+    store.store(name="schema", node=writable(OmegaConf.structured(given)))

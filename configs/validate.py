@@ -13,6 +13,7 @@ from configs.checks.ranges import out_of_range
 from configs.checks.sandbox import sandbox_problems
 from configs.checks.secrets import secret_problems
 from configs.checks.sections import CONVERSATIONS, TRAIN_AND_VAL, teacher_problems, tracking_problems
+from configs.checks.vllm_transport import vllm_transport_problems
 from configs.mixture import never_trained, source_problems, sources_of, unread_keys
 from configs.schema import Config
 
@@ -88,6 +89,7 @@ def _lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]
             *teacher_problems(config),
             *sections.trainer_problems(config),
             *sections.weight_sync_problems(config),
+            *vllm_transport_problems(config),
             *sections.sharing_problems(config),
             *tracking_problems(config, trains=tuple(needed_files) in (TRAIN_AND_VAL, sections.CONVERSATIONS)),
         ]

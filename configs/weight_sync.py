@@ -15,6 +15,31 @@ class Transport(Enum):
     """Replicas map the trainer's GPU memory. Replicas and trainer on one machine. Not yet run on a GPU."""
     filesystem = "filesystem"
     """Files of safetensors in a folder that all machines share."""
+    vllm = "vllm"
+    """A backend of vLLM's own weight transfer, by name: vllm:nccl. Not yet run on a GPU."""
+
+
+VLLM_PREFIX = f"{Transport.vllm.value}:"
+"""The beginning of a value of weight_sync.transport that names a backend of vLLM, in YAML and on the command line."""
+CPU_TRANSPORTS = "shared_memory, collective and filesystem"
+
+
+@dataclass(frozen=True, slots=True)
+class VllmBackend:
+    """A backend of vLLM by which trainers can send here. All need GPUs, and none has been run on one."""
+
+    is_verified: bool
+    """All weights pass the engine's `load_weights`, where their checksums are taken."""
+
+
+VLLM_BACKENDS = {
+    "nccl": VllmBackend(is_verified=True),
+    "nccl_m2n": VllmBackend(is_verified=False),
+    "ipc": VllmBackend(is_verified=True),
+    "sparse_nccl": VllmBackend(is_verified=False),
+}
+"""Backend -> what is true of it. Of others that vLLM registers, `sharded_rdt` needs plans of its own and `modelexpress`
+has no sending half."""
 
 
 class Staging(Enum):
@@ -53,7 +78,11 @@ class WeightSyncConfig:
     interval: int = 1
     """Optimizer steps between updates of the replicas; divides trainer.total_steps."""
     transport: Transport = Transport.shared_memory
-    """Transport of the weights: shared_memory, collective, cuda_ipc or filesystem."""
+    """Transport of the weights: shared_memory, collective, cuda_ipc, filesystem, or vllm:NAME, which also sets
+    weight_sync.vllm_backend (vllm:nccl, vllm:nccl_m2n, vllm:ipc, vllm:sparse_nccl, or a name that a plugin of vLLM
+    registers)."""
+    vllm_backend: str | None = None
+    """The backend of vLLM's weight transfer that weight_sync.transport=vllm:NAME names."""
     delta: bool = False
     """Send only what changed since the previous version, bit for bit; in bfloat16, little changes per step. Every
     worker of a replica then keeps the whole model in host memory, on top of its staging memory."""

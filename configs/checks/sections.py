@@ -21,6 +21,7 @@ from configs.rollout import AutoscaleConfig, RolloutConfig, Speculation, Specula
 from configs.schema import SINK_PARAMETERS, Config, Device, DType, ModelKind, PauseMode, Transport
 from configs.serve import TOKEN_ENV, host_names
 from configs.trainer import AttentionKind, GradientCheckpointing, Layout, LearningRateSchedule, TrainerConfig
+from configs.weight_sync import CPU_TRANSPORTS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """NAME or OWNER/NAME, as huggingface_hub takes them; which exist only the hub knows."""
@@ -413,7 +414,7 @@ def weight_sync_problems(config: Config) -> Iterator[Problem]:
         allowed = "set with weight_sync.transport=filesystem, and only then: a folder that all machines share"
         yield Problem("weight_sync.directory", allowed)
     if sync.transport is Transport.cuda_ipc and config.device is Device.cpu:
-        yield Problem("weight_sync.transport", "needs GPUs; shared_memory, collective and filesystem work without")
+        yield Problem("weight_sync.transport", f"needs GPUs; {CPU_TRANSPORTS} work without")
 
 
 def sharing_problems(config: Config) -> Iterator[Problem]:

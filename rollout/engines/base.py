@@ -40,6 +40,8 @@ class EngineSpec:
     """The value of vLLM's `speculative_config`. With it, `gauges` count drafted and accepted tokens."""
     replay_routes: bool | None = False
     """Say which experts were chosen for each token (`Routes`). None: if the model has experts and the engine can."""
+    transfer_backend: str | None = None
+    """The backend of vLLM's own weight transfer that brings updates; None: no backend does."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """More of vLLM's own arguments."""
 

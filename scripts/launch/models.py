@@ -67,6 +67,7 @@ def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
         staging_on_device=config.weight_sync.staging is Staging.device,
         speculative=_speculative(rollout.speculative),
         replay_routes=config.model.replay_routes,
+        transfer_backend=config.weight_sync.vllm_backend,
         engine_args=rollout.engine_args,
         log_stats=config.serve.enabled,  # for /metrics
     )

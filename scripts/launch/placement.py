@@ -90,7 +90,9 @@ class Placement:
         self._teacher = _bundle(num_gpus if device == "cuda" else 0)
         self._num_teachers = num_teachers(config)
         sends_weights = trainer.num_ranks > 0 and rollout.num_replicas > 0
-        self._is_on_one_machine = sends_weights and config.weight_sync.transport in ON_ONE_MACHINE
+        sync = config.weight_sync
+        is_near = sync.transport in ON_ONE_MACHINE or sync.vllm_backend == "ipc"
+        self._is_on_one_machine = sends_weights and is_near
         self.trainer: PlacementGroup | None = None
         """The reservation of the train workers, a bundle for each; None where nothing is trained."""
         self.replicas: list[PlacementGroup] = []

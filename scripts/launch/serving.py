@@ -123,7 +123,9 @@ async def start_replicas(
     console.stage(f"starting {config.rollout.num_replicas} replica(s) on {model_path}")
     starter = ReplicaStarter(
         config=config,
-        spec=replace(engine_spec(config, device, model_path), log_stats=log_stats, replay_routes=False),
+        spec=replace(
+            engine_spec(config, device, model_path), log_stats=log_stats, replay_routes=False, transfer_backend=None
+        ),
         on_start=set_up_in(run_dir, config.ray),
         report=lambda event: console.message(event.text),
         loaded_version=0,

@@ -289,6 +289,9 @@ def published_parts(config: Config, shape: ModelShape) -> Iterator[Part]:
     if sync.delta or sync.transport is Transport.cuda_ipc:
         size = _trained(config, shape) * NUM_BYTES[config.rollout.dtype] / config.trainer.num_ranks
         yield Part("published weights", size, "weight_sync.delta" if sync.delta else "weight_sync.transport")
+    if sync.vllm_backend == "sparse_nccl":  # on rank 0, which finds out what has changed
+        size = _trained(config, shape) * NUM_BYTES[config.rollout.dtype]
+        yield Part("the version before", size, "weight_sync.transport")
 
 
 def rank_host_parts(config: Config, shape: ModelShape) -> Iterator[Part]:

@@ -33,7 +33,7 @@ LIVES_IN = {
         *("rollout/actors/*", "rollout/*_group.py", "rollout/replica/client.py", "trainer/worker/*_group.py"),
         *("scripts/launch/*", "scripts/command/*", "scripts/plan/*", "scripts/bench/*"),
     ),
-    "vllm": ("rollout/engines/vllm/*", "weight_sync/receiver/*"),
+    "vllm": ("rollout/engines/vllm/*", "weight_sync/receiver/*", "weight_sync/transports/vllm_native.py"),
     "wandb": ("trainer/tracking/wandb/*",),
     "wandb_workspaces": ("trainer/tracking/wandb/*",),
     "tensorboard": ("trainer/tracking/tensorboard_sink.py",),

@@ -137,6 +137,9 @@ class ShadowEngine(WeightReceiver, WeightTransferEngine[InitInfo, UpdateInfo]):
             return "a server with --enable-lora serves adapters that it loads by itself: start it without"
         return super().receiver_refusal()
 
+    def _receiver_is_native(self) -> bool:
+        return False
+
     def _receiver_model(self) -> torch.nn.Module:
         return self.model
 

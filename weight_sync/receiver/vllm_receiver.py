@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
+from configs.schema import Transport
 from configs.weight_forms import LATENT_ATTENTION
 from weight_sync import background
 from weight_sync.protocol import Load, Manifest, ReceivingWorker, combine
@@ -27,6 +28,7 @@ from weight_sync.receiver.merge import LoadWhole, Merger
 from weight_sync.receiver.samples import shortened
 from weight_sync.receiver.shadow import Rename, Shadow, load_weights
 from weight_sync.receiver.slots import LIVE, AdapterSlots
+from weight_sync.receiver.vllm_native import NativeReceiver
 from weight_sync.transports.registry import receive
 
 if current_platform.is_cpu():
@@ -37,6 +39,7 @@ if current_platform.is_cpu():
 
 MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
 """CPU is among them as `change_vllm` has changed it."""
+UNTESTED_NATIVE = "vLLM's own weight transfer is untested with experts and with multi-head latent attention"
 ABSORBED = {"W_UK_T", "W_UV"}
 """The parameters that vLLM makes of `kv_b_proj` after loading, for the decode of multi-head latent attention. Kernels
 with other ones (AMX, fp8 on ROCm, query replication) keep more than updates write."""
@@ -65,6 +68,7 @@ class WeightReceiver:
     receiver_slots: AdapterSlots | None = None
     receiver_merger: Merger | None = None
     receiver_names: FileNames | None = None
+    receiver_native: NativeReceiver | None = None
     receiver_staging: "Staging | None" = None
     receiver_tensors: frozenset[str] = frozenset()
     """The names of the tensors of the last version: a later one has them too."""
@@ -121,6 +125,10 @@ class WeightReceiver:
     def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
         """While paused: receives straight into the live parameters. Returns (global_steps, checksum)."""
         manifest, worker = self._receiver_manifest(pickled), self._receiver_worker(replica)
+        if manifest.transport == Transport.vllm.value:
+            self._receiver_refuse_transformed()
+            self.receiver_native = self.receiver_native or NativeReceiver(self)
+            return self._receiver_done(manifest.global_steps, combine(self.receiver_native.receive(manifest, worker)))
         with set_current_vllm_config(self.vllm_config), torch.inference_mode():  # pyright: ignore
             if self._receiver_serves_adapters():
                 with self._receiver_slots().taking(manifest) as load:
@@ -173,6 +181,8 @@ class WeightReceiver:
             allowed = ", ".join(sorted(LATENT_ATTENTION))
             return f"updates of the multi-head latent attention of {kind} are untested: they are for {allowed}"
         for module in self._receiver_model().modules():
+            if self._receiver_is_native() and isinstance(module, MLAAttention | UnquantizedFusedMoEMethod):
+                return f"{UNTESTED_NATIVE}: other values of weight_sync.transport can"
             if isinstance(module, MLAAttention) and set(module._parameters) != ABSORBED:
                 what = (
                     f"multi-head latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
@@ -200,6 +210,10 @@ class WeightReceiver:
 
     def _receiver_finish(self, model: torch.nn.Module) -> None:
         absorb(model, self.vllm_config.model_config.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_is_native(self) -> bool:
+        """Return whether a backend of vLLM brings the updates."""
+        return self.vllm_config.weight_transfer_config is not None  # pyright: ignore[reportAttributeAccessIssue]
 
     def _receiver_serves_adapters(self) -> bool:
         return self.vllm_config.lora_config is not None  # pyright: ignore[reportAttributeAccessIssue]

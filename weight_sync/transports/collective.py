@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from configs.runtime.network import own_address
 from weight_sync.protocol import (
     Checksums,
     Load,
@@ -27,6 +26,7 @@ from weight_sync.transports.locations import Meeting
 from weight_sync.transports.process_group import (
     Membership,
     Transfer,
+    announce,
     report_failure,
     serve_store,
 )
@@ -53,21 +53,7 @@ class CollectiveSender(RankSender):
         if self._rank:
             return None, None
         self._store = self._store or serve_store()
-        members = [f"trainer rank {rank}" for rank in range(self._num_ranks)]
-        first_rank: dict[str, int] = {}
-        for replica, num_workers in order.receivers.items():
-            first_rank[replica] = len(members)
-            members += [f"{replica} worker {worker}" for worker in range(num_workers)]
-        meeting = Meeting(
-            host=own_address(),
-            port=self._store.port,
-            nonce=order.nonce,
-            timeout_s=order.timeout_s,
-            bucket_bytes=self._bucket_bytes,
-            members=tuple(members),
-            first_rank=first_rank,
-        )
-        return meeting, None
+        return announce(self._store, order, self._num_ranks, self._bucket_bytes), None
 
     def send(self, shards: Shards, manifest: Manifest) -> Checksums:
         """Raises RuntimeError when a replica does not come, fails or is late."""

@@ -48,6 +48,15 @@ class Meeting:
     """Replica -> rank of its first worker."""
 
 
+@dataclass(frozen=True, slots=True)
+class VllmMeeting:
+    """Where trainer ranks call vLLM's half in the workers."""
+
+    meeting: Meeting
+    port: int
+    """A free port of rank 0's machine, for a backend that connects its members by itself."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
     """The part of one rank's rows that is sent, by another transport."""

@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from configs.runtime.network import own_address
 from weight_sync import background
+from weight_sync.protocol import PublishOrder
 from weight_sync.transports.locations import Meeting
 
 STORE_TIMEOUT_S = 60.0
@@ -48,6 +49,24 @@ def report_failure(store: Store, nonce: str, reason: str) -> None:
     """Reports to all members of the transfer `nonce`, which look for it while they wait. The first report stands."""
     with contextlib.suppress(RuntimeError):  # the process that serves the store is gone
         store.compare_set(f"failed {nonce}", "", reason)
+
+
+def announce(store: TCPStore, order: PublishOrder, num_ranks: int, bucket_bytes: int) -> Meeting:
+    """Return where all trainer ranks and the workers of all receivers meet: at the store of this machine."""
+    members = [f"trainer rank {rank}" for rank in range(num_ranks)]
+    first_rank: dict[str, int] = {}
+    for replica, num_workers in order.receivers.items():
+        first_rank[replica] = len(members)
+        members += [f"{replica} worker {worker}" for worker in range(num_workers)]
+    return Meeting(
+        host=own_address(),
+        port=store.port,
+        nonce=order.nonce,
+        timeout_s=order.timeout_s,
+        bucket_bytes=bucket_bytes,
+        members=tuple(members),
+        first_rank=first_rank,
+    )
 
 
 class Transfer:
@@ -78,7 +97,7 @@ class Transfer:
             missing = ", ".join(f"{name}{self._last_place(name)}" for key, name in keys.items() if not have([key]))
             return f"{missing} did not come to {self._meeting.host}:{self._meeting.port}"
 
-        self._until(lambda: have(list(keys)), 0.005, problem)
+        self.until(lambda: have(list(keys)), 0.005, problem)
         return bool(held) and set(self._store.multi_get(list(keys))) == {mine.encode()}
 
     def _last_place(self, member: str) -> str:
@@ -86,14 +105,14 @@ class Transfer:
         key = f"place {member}"
         return f" (last on {self._store.get(key).decode()})" if self._store.check([key]) else ""
 
-    def in_thread(self, make: Callable[[], Any]) -> Any:
+    def in_thread(self, make: Callable[[], Any], problem: str = "the members did not connect") -> Any:
         """Returns what `make` makes, which blocks until every member calls it too. It runs in a thread, which is
         abandoned when a member fails, or at the deadline."""
         making = background.start("weight-group", make)
-        self._until(making.done, 0.001, lambda: "the members did not connect")
+        self.until(making.done, 0.001, lambda: problem)
         if error := making.exception():
             self._raise_failure()
-            raise RuntimeError(f"the members did not connect: {error}") from error
+            raise RuntimeError(f"{problem}: {error}") from error
         return making.result()
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
@@ -105,7 +124,7 @@ class Transfer:
 
     def wait(self, work: Any) -> None:
         """Waits until the tensor may be read, or written again. RuntimeError at the deadline, or if a member fails."""
-        self._until(work.is_completed, 0.001, lambda: "the next bytes did not come")
+        self.until(work.is_completed, 0.001, lambda: "the next bytes did not come")
         try:
             work.wait()  # raises what went wrong; on a GPU, the current stream waits from here on
         except RuntimeError as error:
@@ -116,7 +135,8 @@ class Transfer:
         reason = f"{self._meeting.members[self._rank]} failed: {type(error).__name__}: {error}"
         report_failure(self._store, self._meeting.nonce, reason)
 
-    def _until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
+    def until(self, done: Callable[[], bool], every_s: float, problem: Callable[[], str]) -> None:
+        """Wait until it is done. RuntimeError at the deadline, or when a member has failed."""
         look_at = time.monotonic() + LOOK_S
         while not done():
             now = time.monotonic()

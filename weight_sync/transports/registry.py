@@ -32,6 +32,11 @@ def make_sender(config: WeightSyncConfig, owner: str, rank: int, num_ranks: int,
             return filesystem.FilesystemSender(owner, rank, num_ranks, Path(config.directory))
         case Transport.cuda_ipc:
             return cuda_ipc.CudaIpcSender(rank, num_ranks, bucket_bytes, device)
+        case Transport.vllm:
+            from weight_sync.transports import vllm_native  # vLLM takes seconds
+
+            assert config.vllm_backend is not None
+            return vllm_native.VllmSender(config.vllm_backend, rank, num_ranks, bucket_bytes, device)
 
 
 def receive(manifest: Manifest, worker: ReceivingWorker, load: Load) -> tuple[Checksums, ...]:
@@ -55,3 +60,8 @@ def make_receiver(transport: str) -> Receiver:
             return filesystem.FilesystemReceiver()
         case Transport.cuda_ipc:
             return cuda_ipc.CudaIpcReceiver()
+        case Transport.vllm:
+            raise RuntimeError(
+                "weight_sync.transport=vllm: only a replica of a run whose engine has the backend can receive, with "
+                "weight_sync.staging=none"
+            )

@@ -365,6 +365,8 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
     }
     if spec.speculative is not None:
         arguments["speculative_config"] = dict(spec.speculative)
+    if spec.transfer_backend is not None:
+        arguments["weight_transfer_config"] = {"backend": spec.transfer_backend}
     if spec.device == "cpu":
         arguments["block_size"] = 32  # caches short prompts
     if spec.adapter is not None:

@@ -112,7 +112,8 @@ def replica_time(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: 
         changed = shape.adapter_parameters(config.model.lora.rank, config.model.lora.targets) * width / workers
     links = {
         Transport.cuda_ipc: card.nvlink,
-        Transport.collective: card.link(config.trainer.num_ranks + rollout.num_replicas * workers),
+        Transport.collective: (group := card.link(config.trainer.num_ranks + rollout.num_replicas * workers)),
+        Transport.vllm: card.nvlink if sync.vllm_backend == "ipc" else group,
     }
     arrives_s = changed / links.get(sync.transport, card.host)
     swap_s = {

@@ -8,15 +8,14 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from configs.checks.problem import Problem
 from configs.schema import Config, Device, Staging, Transport
+from configs.vllm_plugins import plugin_names
 from configs.weight_sync import CPU_TRANSPORTS, VLLM_BACKENDS, VLLM_PREFIX
 
 KEY = "weight_sync.transport"
-PLUGINS = "vllm.general_plugins"
 SIDES = ("WeightTransferEngineFactory", "WeightTransferTrainerFactory")
 """The classes where vLLM registers the receiving and the sending half of a backend."""
 
@@ -77,7 +76,7 @@ def _refusal(backend: str) -> str | None:
     allowed = f"usable with the installed vLLM are {_names(usable) or 'none'}"
     if backend in registered[0] | registered[1] | VLLM_BACKENDS.keys():
         return None if backend in usable else f"vLLM's {backend} cannot be used by a run: {allowed}"
-    if entry_points(group=PLUGINS):
+    if plugin_names():
         return None
     return f"vLLM has no such backend, and no plugin of it is installed: {allowed}"
 

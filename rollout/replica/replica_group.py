@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from configs.runtime.environment import QUIET_NCCL
 from configs.runtime.network import own_address
 from configs.schema import WeightSyncConfig
+from configs.vllm_plugins import plugin_env
 from rollout.actors.carried import as_raised, carries_errors
 from rollout.actors.collector import keep_what_is_loaded
 from rollout.actors.place import Place, own_place
@@ -185,9 +186,10 @@ class ReplicaHandle:
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:
     """Return the environment of an actor and of its engine's processes."""
+    plugins = plugin_env(spec.transfer_backend)
     if spec.device != "cpu":
-        return ENV | QUIET_NCCL | GPU_ENV
-    return ENV | CPU_ENV | (EAGER_ENV if spec.enforce_eager else {})
+        return ENV | QUIET_NCCL | GPU_ENV | plugins
+    return ENV | CPU_ENV | plugins | (EAGER_ENV if spec.enforce_eager else {})
 
 
 def create_replica(  # noqa: PLR0913

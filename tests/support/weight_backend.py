@@ -91,7 +91,7 @@ def register() -> None:
 
 
 def install_plugin(folder: Path) -> None:
-    """Make a folder that, in PYTHONPATH, lets all processes of vLLM load the backend."""
+    """Make a folder that, in sys.path, lets all processes of vLLM load the backend."""
     info = folder / "tests_by_file-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n")

@@ -11,67 +11,31 @@ Facts this rests on (vLLM 0.32):
 - The workers of each engine take the ranks from `rank_offset` on: receiver/vllm_native.py adds what other engines have.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from vllm.distributed.weight_transfer import factory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.plugins import load_general_plugins
 from vllm.utils.network_utils import get_open_port
 
 from configs.validate import ConfigError
+from configs.vllm_plugins import plugin_env
 from configs.weight_sync import VLLM_PREFIX
 from weight_sync.protocol import Checksums, Manifest, PublishOrder, Shards, TensorEntry
-from weight_sync.transports import byte_layout
-from weight_sync.transports.checksums import summed
 from weight_sync.transports.locations import VllmMeeting
 from weight_sync.transports.process_group import Transfer, announce, connect_store, report_failure, serve_store
 from weight_sync.transports.sender import RankSender, Rows
 from weight_sync.transports.vllm_calls import END, Calls
+from weight_sync.transports.vllm_outgoing import Changed, Outgoing
 
 M2N, SPARSE = "nccl_m2n", "sparse_nccl"
 RENDEZVOUS = ("rank", "master_address", "master_port", "world_size", "num_trainer_ranks")
 KNOWN = (*RENDEZVOUS, "packed", "packed_buffer_size_bytes")
 """The fields of a backend's init info that this file fills in."""
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """The version that is being sent. A trainer's half keeps its source, so this changes from version to version."""
-
-    rank: int
-    num_ranks: int
-    entries: Sequence[TensorEntry] = ()
-    shards: Shards = lambda: iter(())
-    checksums: list[int] = field(default_factory=list)
-
-    def rows(self) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield (place of the whole tensor, this rank's rows), and take their checksums."""
-        self.checksums.clear()
-        own = byte_layout.rank_layout(self.entries, self.rank, self.num_ranks)
-        rows = summed(byte_layout.checked(self.shards(), own), self.checksums)
-        for entry, mine, (_, tensor) in zip(self.entries, own, rows, strict=True):
-            yield entry, tensor.view(mine.shape)
-
-    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, whole tensor). All ranks have to iterate together."""
-        for entry, rows in self.rows():
-            yield entry.name, gathered(entry, rows, self.num_ranks)
-
-
-def gathered(entry: TensorEntry, rows: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """Return the whole tensor on every rank. They send equal lengths: FSDP2's last ranks have less, or nothing."""
-    if num_ranks == 1:
-        return rows.view(entry.shape)
-    start, end = byte_layout.rank_part(entry, 0, num_ranks)  # rank 0 has the most
-    padded = torch.zeros(end - start, dtype=torch.uint8, device=rows.device)
-    padded[: rows.nbytes] = byte_layout.as_bytes(rows)
-    of_all = torch.empty(num_ranks * len(padded), dtype=torch.uint8, device=rows.device)
-    dist.all_gather_into_tensor(of_all, padded)
-    return of_all[: entry.nbytes].view(rows.dtype).view(entry.shape)
 
 
 class WholeTensors(WeightSource):
@@ -107,34 +71,6 @@ def own_rows(outgoing: Outgoing) -> WeightSource:
             return ((entry.name, rows) for entry, rows in outgoing.rows())
 
     return OwnRows()
-
-
-class Changed:
-    """Finds the elements that are others than in the version before, bit for bit."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, torch.Tensor] = {}
-        self._version: int | None = None
-
-    def patches(
-        self, tensors: Iterator[tuple[str, torch.Tensor]], base: int | None, version: int
-    ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
-        """Yield (name, places, values, shape) of what has changed since `base`; of all, if that is not the version
-        that was sent last. Keeps a copy of all tensors."""
-        is_known, self._version = base is not None and base == self._version, None
-        for name, tensor in tensors:
-            flat = tensor.reshape(-1)
-            if is_known:
-                before = self._before[name]
-                differs = (flat.view(torch.uint8) != before.view(torch.uint8)).view(len(flat), flat.itemsize).any(1)
-                places = differs.nonzero().view(-1).int()
-                before[differs] = flat[differs]
-            else:
-                places = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
-                self._before[name] = flat.clone()
-            if len(places):
-                yield name, places, flat[places], tuple(tensor.shape)
-        self._version = version
 
 
 class Client:
@@ -266,6 +202,7 @@ class VllmSender(RankSender):
 
 def _info_class(backend: str) -> Any:
     """Return what the backend's trainer half is made of."""
+    os.environ |= plugin_env(backend)  # of this process, which the driver has told to load none
     load_general_plugins()
     senders: Mapping[str, Callable[[], Any]] = factory.WeightTransferTrainerFactory._registry
     receivers = factory.WeightTransferEngineFactory._registry

@@ -30,6 +30,7 @@ fails does not keep the others from running.
 - `speculation`: greedy answers of random weights, which repeat themselves, with drafts by n-grams and without:
   tokens_per_s of both, ngram_over_plain, ngram_acceptance.
 - `shared_gpu`: a short run with trainer and replica on the GPU (gpu_share=0.5) and weights over CUDA IPC.
+- `shared_gpu_vllm`: the same by vLLM's own backend `ipc` (weight_sync.transport=vllm:ipc), of vLLM 0.32 or later.
 - `asynchrony`: samples/s of the same short job with max_staleness=2 over 0, both on the GPU.
 - `recipe`: `make train`, both on the GPU.
 
@@ -81,6 +82,7 @@ PARTS: Mapping[str, Part] = {
     "tests": Part(gpu_parts.run_gpu_tests, 240),
     "updates_small": Part(gpu_parts.measure_updates, 180, "small"),
     "shared_gpu": Part(gpu_parts.run_over_cuda_ipc, 180),
+    "shared_gpu_vllm": Part(gpu_parts.run_over_vllm_ipc, 180),
     "attention": Part(gpu_parts.measure_attention, 150, "0.5b"),
     "trainer_0.5b": Part(gpu_parts.measure_trainer, 75, "0.5b"),
     "logprobs": Part(gpu_parts.measure_logprobs, 60),

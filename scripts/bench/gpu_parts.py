@@ -494,6 +494,14 @@ def run_over_cuda_ipc(setting: Setting) -> Figures:
     return run_training(setting, "shared_gpu", [*(() if setting.dry_run else job), "trainer.eval_every=0"])
 
 
+def run_over_vllm_ipc(setting: Setting) -> Figures:
+    """Train a short run of the tiny model whose weights travel by vLLM's own `ipc` while the replica is paused; over
+    shared memory on a CPU. Its pauses compare with those of `run_over_cuda_ipc`."""
+    job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100", "weight_sync.transport=vllm:ipc")
+    overrides = [*(() if setting.dry_run else job), "weight_sync.staging=none", "trainer.eval_every=0"]
+    return run_training(setting, "shared_gpu_vllm", overrides)
+
+
 def run_default_recipe(setting: Setting) -> Figures:
     return run_training(setting, "recipe", ["trainer.eval_every=0"] if setting.dry_run else [])
 

@@ -28,7 +28,6 @@ UNTESTED_LATENT_ATTENTION = frozenset(
         "axk1",
         "bailing_hybrid",
         "deepseek_v32",
-        "glm4_moe_lite",
         "glm_moe_dsa",
         "kimi_k2",
         "kimi_linear",

@@ -1,5 +1,5 @@
-"""Updates of a vLLM engine by vLLM's own `ipc`, on one GPU, and `nccl`, on two. Skipped without them, and where vLLM has
-no trainer halves of the form that 0.32 has."""
+"""Updates of a vLLM engine by vLLM's own `ipc`, on one GPU, and `nccl`, on two. They have never run: skipped without
+GPUs, and where vLLM has no trainer halves of the form that 0.32 has."""
 
 import asyncio
 import os

@@ -12,6 +12,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "first_k_dense_replace": 2,
+    "mlp_layer_types": ["dense", "dense"],
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 32,

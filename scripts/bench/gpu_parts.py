@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils.logging import disable_progress_bar
 
+from configs.checks.vllm_transport import built_in_backends
 from configs.runtime.environment import REPO_ROOT
 from configs.schema import (
     AttentionKind,
@@ -497,6 +498,10 @@ def run_over_cuda_ipc(setting: Setting) -> Figures:
 def run_over_vllm_ipc(setting: Setting) -> Figures:
     """Train a short run of the tiny model whose weights travel by vLLM's own `ipc` while the replica is paused; over
     shared memory on a CPU. Its pauses compare with those of `run_over_cuda_ipc`."""
+    _, sending = built_in_backends() or ((), ())
+    if not setting.dry_run and "ipc" not in sending:
+        progress("this version of vLLM has no trainer's half of ipc: nothing is run")
+        return {}
     job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100", "weight_sync.transport=vllm:ipc")
     overrides = [*(() if setting.dry_run else job), "weight_sync.staging=none", "trainer.eval_every=0"]
     return run_training(setting, "shared_gpu_vllm", overrides)

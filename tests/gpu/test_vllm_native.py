@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from configs.checks.vllm_transport import built_in_backends
 from configs.schema import Staging, Transport, WeightSyncConfig
 from rollout.engines.base import EngineSpec
 from tests.support.engines import EngineHost, assert_tokens_equal_tags, hosted, pause, prompt, request, resume
@@ -25,7 +26,9 @@ TIMEOUT_S = 60.0
 
 
 def sender_of(backend: str) -> Sender:
-    pytest.importorskip("vllm.distributed.weight_transfer.clients")
+    _, sending = built_in_backends() or ((), ())
+    if backend not in sending:
+        pytest.skip(f"this version of vLLM has no trainer's half of {backend}")
     config = WeightSyncConfig(transport=Transport.vllm, vllm_backend=backend, staging=Staging.none)
     return make_sender(config, "owner", 0, 1, torch.device("cuda:0"))
 

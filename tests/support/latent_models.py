@@ -12,7 +12,6 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "first_k_dense_replace": 2,
-    "mlp_layer_types": ["dense", "dense"],
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -29,10 +28,22 @@ SIZES: dict[str, Any] = {
 }
 
 
+WITH_EXPERTS: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+}
+"""The types that vLLM loads with a layer of experts only."""
+
+
 def latent_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """Save a random model of this `model_type`, without experts and without a tokenizer, and return it."""
+    """Save a random model of this `model_type`, without a tokenizer, and without experts where it can be, and return it."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(SIZES | changes))
+    config = AutoConfig.for_model(kind, **(SIZES | WITH_EXPERTS.get(kind, {}) | changes))
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     causal_lm.save_pretrained(folder)
     return causal_lm

@@ -41,7 +41,7 @@ WITH_EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def latent_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """Save a random model of this `model_type`, without a tokenizer, and without experts where it can be, and return it."""
+    """Save a random model of this `model_type`, without a tokenizer and, where it can be, experts. Return it."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **(SIZES | WITH_EXPERTS.get(kind, {}) | changes))
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

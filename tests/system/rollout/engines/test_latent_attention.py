@@ -133,4 +133,4 @@ def test_every_type_that_is_allowed_is_updated(kind: str, tmp_path: Path, engine
         host.run(update(host.engine, weights_of(tmp_path / "new"), 1))
         for ids, completion in zip(PROMPTS, host.run(completions(host)), strict=True):
             expected = logprobs(tmp_path / "new", [*ids, *completion.token_ids.tolist()], len(ids))
-            np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)  # experts add their own order of sums

@@ -50,7 +50,7 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class VllmMeeting:
-    """Where trainer ranks call vLLM's half in the workers."""
+    """The store at which trainer ranks call vLLM's half in the workers."""
 
     meeting: Meeting
     port: int

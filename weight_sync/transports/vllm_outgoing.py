@@ -1,4 +1,4 @@
-"""What trainer ranks give to vLLM's half of a transfer: rows, whole tensors, or what has changed."""
+"""The things that trainer ranks give to vLLM's half of a transfer: rows, whole tensors, or what has changed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -26,8 +26,8 @@ class SandboxConfig:
     workers."""
     image: str | None = None
     """Files that a sandbox begins with, and cannot change. bubblewrap: the folder of an unpacked image, or null for
-    this machine's /usr. docker, podman and harbor: the name of an image; harbor also the folder of a Dockerfile. It must have
-    python3."""
+    this machine's /usr. docker and podman: the name of an image. harbor: this, or the absolute path of the folder of a
+    Dockerfile, and its files can be changed. It must have python3."""
     harbor_python: str | None = None
     """sandbox.backend=harbor: the Python that has Harbor, 0.26 or later, such as /opt/harbor/bin/python."""
     harbor_environment: str | None = None

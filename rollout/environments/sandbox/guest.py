@@ -9,8 +9,8 @@ A request and an answer are each a JSON object after its size, and then so many 
 
 For an agent that is a command it takes no requests: it runs this command, with its own streams, and ends with it.
 
-In an environment of Harbor, whose process 1 is another, it runs once for each request (`harbor_guest.py`): it looks after
-the processes that it has started itself, and ends all of them with the request.
+In an environment of Harbor, whose process 1 is another, it runs once for each request (`harbor_guest.py`): it looks
+after the processes that it has started itself, and ends all of them with the request.
 """
 
 from __future__ import annotations

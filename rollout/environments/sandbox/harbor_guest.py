@@ -32,8 +32,8 @@ TAMPERED = json.dumps({"exit_code": None, "limit": "tampered", "sizes": [0, 0], 
 
 
 def make_environment(settings, folder):
-    """Return an environment of Harbor that has not started. What it needs from elsewhere is looked at here: credentials,
-    packages, whether it can do without a network."""
+    """Return an environment of Harbor that has not started. It is refused here where it lacks credentials or packages,
+    or cannot do without a network."""
     import harbor
     from harbor.environments.factory import EnvironmentFactory
     from harbor.models.task.config import EnvironmentConfig as TaskEnvironment
@@ -52,14 +52,12 @@ def make_environment(settings, folder):
     kwargs = {key: value for key, value in args.items() if key not in fields}
     config = EnvironmentConfig(**{"import_path" if ":" in name else "type": name}, **fields, kwargs=kwargs)
     EnvironmentFactory.run_preflight(type=config.type, import_path=config.import_path, kwargs=config.kwargs)
-    is_folder = os.path.isabs(image)
-    definition = Path(image) if is_folder else folder / "environment"
-    definition.mkdir(exist_ok=True)
-    paths = TrialPaths(trial_dir=folder / "trial")
+    empty, paths, is_folder = folder / "empty", TrialPaths(trial_dir=folder / "trial"), os.path.isabs(image)
+    empty.mkdir()
     paths.mkdir()
     return EnvironmentFactory.create_environment_from_config(
         config=config,
-        environment_dir=definition,
+        environment_dir=Path(image) if is_folder else empty,
         environment_name="slipstream",
         session_id=f"slipstream-{uuid.uuid4().hex}",
         trial_paths=paths,

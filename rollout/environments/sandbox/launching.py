@@ -295,8 +295,10 @@ class Harbor:
 
     def advice(self, error: str) -> str:
         config = self._config
-        if "Unknown option: -P" in error or "No module named 'harbor'" in error or "No such file" in error:
-            return f"sandbox.harbor_python={config.harbor_python} must be a Python, 3.12 or later, with Harbor: {INSTALL}"
+        python = config.harbor_python or ""
+        is_missing = shutil.which(os.path.expanduser(python)) is None
+        if is_missing or "No module named 'harbor'" in error or "Unknown option: -P" in error:
+            return f"sandbox.harbor_python={python} must be a Python, 3.12 or later, with Harbor: {INSTALL}"
         return f"Harbor cannot start a sandbox with sandbox.harbor_environment={config.harbor_environment}"
 
 

@@ -301,7 +301,7 @@ class Sandbox:
             raise SandboxLostError("the sandbox has ended") from error
 
     def _lose(self) -> None:
-        """Close stdin, which ends process 1 and with it all others. Nothing is killed that has to clean up elsewhere."""
+        """Close stdin, which ends process 1 and with it all others. It is not killed: with Harbor, it cleans up."""
         self._is_lost = True
         assert self._process.stdin is not None
         self._process.stdin.close()

@@ -12,9 +12,11 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 
 
 class FolderEnvironment(BaseEnvironment):
-    def __init__(self, *args: Any, log: str, fails_at: str = "", hangs_at: str = "", has_switch: bool = True, **kw: Any):
+    def __init__(
+        self, *args: Any, log: str, fails_at: str = "", hangs_at: str = "", cuts_network: bool = True, **kw: Any
+    ):
         """`log`: a file that gets a line for each start and stop."""
-        self._log, self._fails_at, self._hangs_at, self._has_switch = Path(log), fails_at, hangs_at, has_switch
+        self._log, self._fails_at, self._hangs_at, self._cuts_network = Path(log), fails_at, hangs_at, cuts_network
         super().__init__(*args, **kw)
         self._root = self.trial_paths.trial_dir / "root"
 
@@ -24,7 +26,7 @@ class FolderEnvironment(BaseEnvironment):
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        return EnvironmentCapabilities(disable_internet=self._has_switch)
+        return EnvironmentCapabilities(disable_internet=self._cuts_network)
 
     @classmethod
     def preflight(cls, kwargs: dict[str, Any] | None = None) -> None:
@@ -63,7 +65,19 @@ class FolderEnvironment(BaseEnvironment):
     ) -> ExecResult:
         if user is None:
             await self._told("exec")
-        files = ["--bind", str(self._root), "/", "--ro-bind", "/usr", "/usr", "--bind", "/proc", "/proc", "--dev", "/dev"]
+        files = [
+            "--bind",
+            str(self._root),
+            "/",
+            "--ro-bind",
+            "/usr",
+            "/usr",
+            "--bind",
+            "/proc",
+            "/proc",
+            "--dev",
+            "/dev",
+        ]
         argv = ["bwrap", "--unshare-net", "--die-with-parent", *files, "--chdir", cwd or "/", "/bin/sh", "-c", command]
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

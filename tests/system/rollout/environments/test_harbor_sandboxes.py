@@ -1,9 +1,10 @@
-"""Sandboxes of Harbor's environments: over a stand-in of Harbor, which this Python runs, and over Harbor itself where it
-is installed (SLIPSTREAM_HARBOR_PYTHON names its Python). The environment runs commands in a folder of this machine, with
-bubblewrap: none of those that come with Harbor is run."""
+"""Sandboxes of Harbor's environments: over a stand-in of Harbor, which this Python runs, and over Harbor itself where
+SLIPSTREAM_HARBOR_PYTHON names its Python. The environment runs commands in a folder of this machine, with bubblewrap:
+none of those that come with Harbor is run."""
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -73,7 +74,8 @@ def test_commands_and_files_are_as_in_every_sandbox(config: SandboxConfig) -> No
             assert (await sandbox.exec(["cat"], stdin=text)).stdout == text
             outcome = await sandbox.exec(["bash", "-c", "pwd; echo $KEY >&2; exit 3"], cwd="/app", env={"KEY": "é"})
             assert (outcome.exit_code, outcome.stdout, outcome.stderr) == (3, b"/app\n", "é\n".encode())
-            await sandbox.write_file("/work/a/b.sh", b"#!/bin/sh\necho hi > /tmp/said; ln -s /tmp/said /tmp/link\n", mode=0o755)
+            script = b"#!/bin/sh\necho hi > /tmp/said; ln -s /tmp/said /tmp/link\n"
+            await sandbox.write_file("/work/a/b.sh", script, mode=0o755)
             assert (await sandbox.exec(["./a/b.sh"])).is_success
             assert await sandbox.read_file("/tmp/said") == b"hi\n"
             with pytest.raises(SandboxFileError, match="/tmp/link: Too many levels"):
@@ -132,7 +134,7 @@ def test_a_program_that_ends_what_looks_after_it_gets_nothing_more(config: Sandb
 
 
 OWNER = """
-import asyncio, sys, pickle
+import asyncio, pickle
 from rollout.environments.sandbox.sandbox import Sandbox
 
 async def run():
@@ -145,8 +147,6 @@ asyncio.run(run())
 
 
 def test_the_sandbox_is_stopped_when_the_run_is_killed(config: SandboxConfig) -> None:
-    import pickle
-
     code = OWNER.format(config=pickle.dumps(config))
     path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -189,7 +189,7 @@ def test_nothing_is_started_to_see_whether_it_works(config: SandboxConfig, caplo
     check_backend(config)
     assert "sandbox.backend=harbor: Harbor 0.26" in caplog.text and log_of(config) == []
     with pytest.raises(SandboxUnavailableError, match="no-network"):
-        check_backend(with_args(config, has_switch=False))
+        check_backend(with_args(config, cuts_network=False))
     with pytest.raises(SandboxUnavailableError, match="unexpected keyword argument 'colour'|Unknown option"):
         check_backend(with_args(config, colour="red"))
     assert log_of(config) == []

@@ -40,7 +40,7 @@ class SandboxConfig:
     """MiB of memory of all processes of a sandbox together, and of the address space of each (not of an agent's)."""
     disk_mb: int = 64
     """MiB of files that a sandbox can write; they are kept in memory. docker and podman: so many in each folder that
-    can be written."""
+    can be written. harbor: in each file, wherever the service keeps it."""
     max_processes: int = 64
     """Processes and threads of a sandbox. Reaching this number ends all of them."""
     cpu_s: int = 20

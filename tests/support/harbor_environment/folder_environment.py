@@ -12,11 +12,9 @@ from harbor.environments.capabilities import EnvironmentCapabilities
 
 
 class FolderEnvironment(BaseEnvironment):
-    def __init__(
-        self, *args: Any, log: str, fails_at: str = "", hangs_at: str = "", cuts_network: bool = True, **kw: Any
-    ):
+    def __init__(self, *args: Any, log: str, fails_at: str = "", hangs_at: str = "", can_cut: bool = True, **kw: Any):
         """`log`: a file that gets a line for each start and stop."""
-        self._log, self._fails_at, self._hangs_at, self._cuts_network = Path(log), fails_at, hangs_at, cuts_network
+        self._log, self._fails_at, self._hangs_at, self._can_cut = Path(log), fails_at, hangs_at, can_cut
         super().__init__(*args, **kw)
         self._root = self.trial_paths.trial_dir / "root"
 
@@ -26,7 +24,7 @@ class FolderEnvironment(BaseEnvironment):
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        return EnvironmentCapabilities(disable_internet=self._cuts_network)
+        return EnvironmentCapabilities(disable_internet=self._can_cut)
 
     @classmethod
     def preflight(cls, kwargs: dict[str, Any] | None = None) -> None:
@@ -65,19 +63,8 @@ class FolderEnvironment(BaseEnvironment):
     ) -> ExecResult:
         if user is None:
             await self._told("exec")
-        files = [
-            "--bind",
-            str(self._root),
-            "/",
-            "--ro-bind",
-            "/usr",
-            "/usr",
-            "--bind",
-            "/proc",
-            "/proc",
-            "--dev",
-            "/dev",
-        ]
+        binds = (("--bind", self._root, "/"), *(("--ro-bind", path, path) for path in ("/usr", "/etc/alternatives")))
+        files = [str(word) for bind in (*binds, ("--bind", "/proc", "/proc"), ("--dev", "/dev")) for word in bind]
         argv = ["bwrap", "--unshare-net", "--die-with-parent", *files, "--chdir", cwd or "/", "/bin/sh", "-c", command]
         process = await asyncio.create_subprocess_exec(
             *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

@@ -157,6 +157,18 @@ def test_the_sandbox_is_stopped_when_the_run_is_killed(config: SandboxConfig) ->
     wait_until(lambda: log_of(config)[-1] == "stop")
 
 
+def test_the_sandbox_is_stopped_when_all_processes_of_the_run_are_told_to_end(config: SandboxConfig) -> None:
+    async def run() -> None:
+        sandbox = await Sandbox.start(config)
+        sandbox._process.terminate()
+        with pytest.raises(SandboxLostError):
+            await shell(sandbox, "sleep 60")
+        await sandbox.stop()
+
+    asyncio.run(run())
+    assert log_of(config)[-1] == "stop"
+
+
 def test_a_service_that_hangs_costs_the_sandbox_which_is_stopped(config: SandboxConfig) -> None:
     hanging = replace(with_args(config, hangs_at="exec"), start_timeout_s=5.0)
 
@@ -189,9 +201,7 @@ def test_nothing_is_started_to_see_whether_it_works(config: SandboxConfig, caplo
     check_backend(config)
     assert "sandbox.backend=harbor: Harbor 0.26" in caplog.text and log_of(config) == []
     with pytest.raises(SandboxUnavailableError, match="no-network"):
-        check_backend(with_args(config, cuts_network=False))
-    with pytest.raises(SandboxUnavailableError, match="unexpected keyword argument 'colour'|Unknown option"):
-        check_backend(with_args(config, colour="red"))
+        check_backend(with_args(config, can_cut=False))
     assert log_of(config) == []
 
 
@@ -207,3 +217,17 @@ def test_a_task_of_harbors_format_is_verified(config: SandboxConfig) -> None:
             return await harbor.verified(sandbox, task, 60.0)
 
     assert asyncio.run(run()).reward == 1.0
+
+
+def test_what_harbor_has_built_gets_no_files_again(config: SandboxConfig) -> None:
+    task = replace(harbor.read_task(shipped_tasks() / "count_errors"), needs_build="RUN needs an image")
+
+    async def run() -> bytes:
+        sandbox = await Sandbox.start(config, task.image(config))
+        await harbor.set_up(sandbox, task)
+        listed = await shell(sandbox, "ls /app")
+        await sandbox.stop()
+        return listed.stdout
+
+    assert asyncio.run(run()) == b"", "this environment builds nothing"
+    assert Path(config.harbor_args["log"]).read_text().startswith(f"start {task.folder}/environment\n")

@@ -1,4 +1,4 @@
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """The program that stands in for process 1 of a sandbox which an environment of Harbor makes. It runs with the Python
 that has Harbor, and imports nothing of this package.
 

@@ -44,7 +44,7 @@ def make_environment(settings, folder):
     name, image, args = settings["environment"], settings["image"], settings["args"]
     if tuple(map(int, harbor.__version__.split(".")[:2])) < OLDEST:
         sys.exit(f"Harbor {harbor.__version__} is too old: {'.'.join(map(str, OLDEST))} is needed")
-    print(f"Harbor {harbor.__version__} on Python {sys.version.split()[0]}: {name}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"Harbor {harbor.__version__} on Python {sys.version.split()[0]}: {name}\n")
     names = EnvironmentFactory.registered_names()
     if ":" not in name and name not in names:
         sys.exit(f"sandbox.harbor_environment={name}: must be MODULE:CLASS, or one of {', '.join(names)}")

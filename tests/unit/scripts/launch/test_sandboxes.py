@@ -157,7 +157,6 @@ def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:
             {**HARBOR, "sandbox__harbor_environment": None},
             "sandbox.harbor_environment=None: sandbox.backend=harbor",
         ),
-        ({**HARBOR, "sandbox__harbor_python": "/no/python"}, "sandbox.harbor_python=/no/python: no such program"),
         ({**HARBOR, "sandbox__reuse": True}, "sandbox.reuse=True: must be false with sandbox.backend=harbor"),
         ({"sandbox__memory_mb": 1}, "sandbox.memory_mb=1: must be between 64 and 1000000"),
     ],

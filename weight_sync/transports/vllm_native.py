@@ -210,7 +210,8 @@ def _info_class(backend: str) -> Any:
     if backend not in senders or backend not in receivers:
         both = ", ".join(sorted(senders.keys() & receivers.keys()))
         raise ConfigError(f"{name}: vLLM and its plugins register both halves of {both}")
-    info_class = senders[backend]().init_info_cls
+    half: Any = senders[backend]()
+    info_class = half.init_info_cls
     required = [
         field.name
         for field in fields(info_class)

@@ -74,6 +74,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.max_processes": (4, PROCESSES),
     "sandbox.timeout_s": (0.1, SECONDS),
     "sandbox.wait_timeout_s": (0.1, SECONDS),
+    "sandbox.answer_timeout_s": (1, SECONDS),
     **{f"sandbox.{key}": (1, PROCESSES) for key in ("max_running", "warm")},
     **{f"teacher.{key}": (1, PROCESSES) for key in ("num_replicas", "min_replicas")},
     "teacher.tensor_parallel_size": (1, 1024),

@@ -42,9 +42,25 @@ def sandbox_problems(config: Config) -> Iterator[Problem]:
             yield Problem("sandbox.image", "with sandbox.backend=bubblewrap, must be the folder of an unpacked image")
     elif sandbox.image is None:
         yield Problem("sandbox.image", f"sandbox.backend={sandbox.backend.value} needs the name of an image")
+    yield from _harbor_problems(config)
     if _rewards_in_sandbox(config) and sandbox.start_timeout_s + sandbox.timeout_s >= reward_s:
         sum_of = "the sum of sandbox.start_timeout_s and sandbox.timeout_s"
         yield Problem("sandbox.timeout_s", f"{sum_of} must be less than rollout.reward_timeout_s={reward_s:g}")
+
+
+def _harbor_problems(config: Config) -> Iterator[Problem]:
+    sandbox = config.sandbox
+    keys = {key: getattr(sandbox, key) for key in ("harbor_python", "harbor_environment", "harbor_args")}
+    if sandbox.backend is not SandboxBackend.harbor:
+        for key, value in keys.items():
+            if value:
+                yield Problem(f"sandbox.{key}", "needs sandbox.backend=harbor")
+        return
+    for key in ("harbor_python", "harbor_environment"):
+        if not keys[key]:
+            yield Problem(f"sandbox.{key}", "sandbox.backend=harbor needs it")
+    if sandbox.reuse:
+        yield Problem("sandbox.reuse", "must be false with sandbox.backend=harbor: programs can write everywhere in it")
 
 
 def _agent_problems(config: Config) -> Iterator[Problem]:

@@ -80,8 +80,8 @@ def _task_problems(config: Config, tasks: Sequence[Task]) -> Iterator[str]:
         except TaskError as error:
             yield str(error)
             continue
-        if image is None or config.ray.address is not None:  # the machines of a cluster have images of their own
-            continue
+        if image is None or config.ray.address is not None or config.sandbox.backend is SandboxBackend.harbor:
+            continue  # the machines of a cluster have images of their own, and Harbor fetches or builds them
         if image not in are_here:
             try:
                 are_here[image] = has_image(config.sandbox, image)

@@ -12,7 +12,7 @@ from typing import Any
 from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.environments.sandbox.hidden_tests import FILE, TESTS, read_cases, run_cases, values_of, with_calls
-from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox
+from rollout.environments.sandbox.sandbox import Sandbox
 from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
 from rollout.types import Prompt
 
@@ -70,7 +70,7 @@ class CodeWorld:
 def agent_loop(tokenizer: Any, *, max_turns: int = 3, max_turn_tokens: int | None = 32) -> MultiTurn:
     """Make the agent loop of rollout.agent_args."""
     config = sandbox_config()
-    step_timeout_s = config.wait_timeout_s + config.start_timeout_s + config.timeout_s + 2 * GRACE_S
+    step_timeout_s = config.wait_timeout_s + config.start_timeout_s + config.timeout_s + 2 * config.answer_timeout_s
     return MultiTurn(
         CodeWorld, tokenizer, max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s
     )

@@ -8,6 +8,9 @@ bubblewrap's filter refuses, no command runs any more.
 A request and an answer are each a JSON object after its size, and then so many bytes as the object's "size" says.
 
 For an agent that is a command it takes no requests: it runs this command, with its own streams, and ends with it.
+
+In an environment of Harbor, whose process 1 is another, it runs once for each request (`harbor_guest.py`): it looks
+after the processes that it has started itself, and ends all of them with the request.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ DRAIN_S = 0.2
 """The time for which the output of an ended command is read on, where something that it left behind holds it open."""
 END_S = 5.0
 PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
 CHUNK = 65536
 NUM_LIMITS = 16
 """RLIM_NLIMITS, which Python does not have."""
@@ -61,13 +65,26 @@ class Guest:
                     self.end_processes()
                     self.broken = limit
             self.reap()
-            request = json.loads(read_exactly(HEADER.unpack(read_exactly(HEADER.size))[0]))
-            content = read_exactly(request.get("size", 0))
-            try:
-                answer, payload = getattr(self, "do_" + request["do"])(request, content)
-            except OSError as error:
-                answer, payload = {"error": error.strerror or str(error)}, b""
-            write_all(json.dumps({**answer, "size": len(payload)}).encode(), payload)
+            write_all(*self.answer())
+
+    def serve_once(self, request, answer):
+        """Answer the request in a file with another file."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # no daemon gets away
+        for number, path, flags in ((0, request, os.O_RDONLY), (1, answer, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)):
+            os.dup2(os.open(path, flags, 0o644), number)
+        answered = self.answer()
+        self.end_processes()  # which could write another answer
+        write_all(*answered)
+
+    def answer(self):
+        """Read a request, and return the answer to it."""
+        request = json.loads(read_exactly(HEADER.unpack(read_exactly(HEADER.size))[0]))
+        content = read_exactly(request.get("size", 0))
+        try:
+            answer, payload = getattr(self, "do_" + request["do"])(request, content)
+        except OSError as error:
+            answer, payload = {"error": error.strerror or str(error)}, b""
+        return json.dumps({**answer, "size": len(payload)}).encode(), payload
 
     def do_read(self, request, content):
         # Never a link, and not a pipe, whose other end might never come.
@@ -207,9 +224,10 @@ class Guest:
     def end_processes(self):
         """End every process but this one."""
         until = time.monotonic() + END_S
-        while processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)
+        while running := processes():
+            for process in [-1] if os.getpid() == 1 else map(int, running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             self.reap()
             if time.monotonic() > until:
                 os._exit(1)  # with it, the kernel ends all others
@@ -370,7 +388,25 @@ def ending(status):
 
 
 def processes():
-    return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    """Return the processes of the sandbox: all but process 1, or, where that is another's, all below this one."""
+    names = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    if os.getpid() == 1:
+        return names
+    children = {}
+    for name in names:
+        children.setdefault(parent(name), []).append(name)
+    below = list(children.get(str(os.getpid()), ()))
+    for name in below:  # which grows meanwhile
+        below += children.get(name, ())
+    return below
+
+
+def parent(process):
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[1].decode()  # after the name, which may be anything
+    except OSError:
+        return None
 
 
 def num_files(folder):
@@ -433,9 +469,9 @@ def write_all(answer, payload):
 
 
 def main():
-    if os.getpid() != 1:
-        sys.exit("guest.py ends all processes that it sees, so it must be process 1 of a sandbox")
     settings = json.loads(sys.argv[1])
+    if os.getpid() != 1 and "once" not in settings:
+        sys.exit("guest.py ends all processes that it sees, so it must be process 1 of a sandbox")
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -448,7 +484,10 @@ def main():
     guest.make_folders()
     if "agent" in guest.settings:
         run_agent(guest, *sys.argv[2:])
-    guest.serve()
+    if "once" in settings:
+        guest.serve_once(*settings["once"])
+    else:
+        guest.serve()
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ class Task:
     instruction: str
     workdir: str
     docker_image: str | None = None
+    needs_build: str | None = None
+    """The reason why the task needs an image that was built of its Dockerfile; None where it can do without."""
     memory_mb: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     verifier_env: Mapping[str, str] = field(default_factory=dict)
@@ -84,12 +86,21 @@ class Task:
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def build_folder(self) -> Path:
+        """The folder of the Dockerfile."""
+        return self.folder / "environment"
+
     def image(self, config: SandboxConfig) -> str | None:
         """Return the image that the task runs on; None for sandbox.image. Raises TaskError where the sandboxes of the
         run cannot do what the task needs."""
         if self.memory_mb is not None and self.memory_mb > config.memory_mb:
             needs = f"needs memory_mb={self.memory_mb}, and sandbox.memory_mb={config.memory_mb}"
             raise TaskError(f"{self.folder}: {needs}: set that to {self.memory_mb}")
+        if self.docker_image is None and self.needs_build is not None:
+            if config.backend is SandboxBackend.harbor:
+                return str(self.build_folder)
+            raise TaskError(self.needs_build)
         if config.backend is not SandboxBackend.bubblewrap:
             return self.docker_image
         if self.docker_image is not None and config.image is None:
@@ -153,7 +164,8 @@ def read_task(folder: Path) -> Task:
         raise TaskError(f"{folder / 'task.toml'}: has steps, and only tasks of one step are read")
     image = environment.get("docker_image")
     recipe = folder / "environment" / "Dockerfile"
-    workdir, env, files = _built(recipe, image) if recipe.is_file() else _plain(folder / "environment")
+    built = _built(recipe) if recipe.is_file() else _plain(folder / "environment")
+    workdir, env, files, needs_build = built
     workdir = str(environment.get("workdir") or workdir)
     if not is_writable(workdir):
         raise TaskError(f"{folder}: its workdir {workdir} must be in one of {_writable()}")
@@ -165,6 +177,7 @@ def read_task(folder: Path) -> Task:
         instruction=_text(folder / "instruction.md"),
         workdir=workdir,
         docker_image=image,
+        needs_build=needs_build,
         memory_mb=environment.get("memory_mb"),
         env={**env, **_texts(environment.get("env", {}))},
         verifier_env=_texts(verifier.get("env", {})),
@@ -200,10 +213,10 @@ def _texts(table: Mapping[str, Any]) -> dict[str, str]:
     return {str(name): str(value) for name, value in table.items()}
 
 
-def _built(recipe: Path, image: str | None) -> tuple[str, dict[str, str], list[CopiedFile]]:
-    """Return the workdir, variables and files that a Dockerfile makes. Raises TaskError for what only a build does,
-    where no image is named that was built."""
-    workdir, env, files = WORKDIR, dict[str, str](), list[CopiedFile]()
+def _built(recipe: Path) -> tuple[str, dict[str, str], list[CopiedFile], str | None]:
+    """Return the workdir, variables and files that a Dockerfile makes, and, where it has what only a build does, the
+    reason why it needs one. Raises TaskError for files that cannot be copied."""
+    workdir, env, files, needs_build = WORKDIR, dict[str, str](), list[CopiedFile](), None
     for line in _text(recipe).replace("\\\n", " ").splitlines():
         word, _, rest = line.strip().partition(" ")
         word = word.upper()
@@ -215,10 +228,10 @@ def _built(recipe: Path, image: str | None) -> tuple[str, dict[str, str], list[C
             env |= _variables(rest, env) if word == "ENV" else {}
         elif word in ("COPY", "ADD") and not rest.strip().startswith("["):
             files += _copied(recipe, rest, workdir)
-        elif image is None:
+        else:
             wrong = f"{word} needs an image that was built: name it as docker_image in task.toml"
-            raise TaskError(f"{recipe}: {wrong}, or leave it out")
-    return workdir, env, files
+            needs_build = needs_build or f"{recipe}: {wrong}, leave it out, or set sandbox.backend=harbor"
+    return workdir, env, files, needs_build
 
 
 def _variables(rest: str, before: Mapping[str, str]) -> dict[str, str]:
@@ -245,8 +258,8 @@ def _copied(recipe: Path, rest: str, workdir: str) -> Iterator[CopiedFile]:
             yield CopiedFile.of(source, str(base / source.name if is_folder else base))
 
 
-def _plain(environment: Path) -> tuple[str, dict[str, str], list[CopiedFile]]:
-    return WORKDIR, {}, list(_tree(environment, WORKDIR))
+def _plain(environment: Path) -> tuple[str, dict[str, str], list[CopiedFile], None]:
+    return WORKDIR, {}, list(_tree(environment, WORKDIR)), None
 
 
 def _tree(folder: Path, target: str) -> Iterator[CopiedFile]:
@@ -273,7 +286,8 @@ def _writable() -> str:
 
 async def set_up(sandbox: Sandbox, task: Task) -> None:
     """Write the files that the agent finds. Raises SandboxFileError and SandboxLostError."""
-    await _write(sandbox, task.files)
+    if sandbox.image != str(task.build_folder):  # an image of its Dockerfile has them already
+        await _write(sandbox, task.files)
     made = await sandbox.exec(["mkdir", "-p", task.workdir, "/logs/agent", "/logs/verifier"])
     if not made.is_success:
         raise SandboxFileError(f"{task.folder}: {made.text()}")

@@ -1,8 +1,10 @@
-"""The ways to start a sandbox: bubblewrap, or the command of docker or podman. Each starts `guest.py` as process 1 of
-something that has files, processes and a network of its own, and talks to it over its stdin and stdout."""
+"""The ways to start a sandbox: bubblewrap, the command of docker or podman, or an environment of Harbor. Each starts
+`guest.py` as process 1 of something that has files, processes and a network of its own, and talks to it over its stdin
+and stdout; with Harbor, another program stands in for it (`harbor_guest.py`)."""
 
 import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ from typing import Any, Protocol
 from configs.sandbox import SandboxBackend, SandboxConfig
 from rollout.environments.sandbox.seccomp import filter_program
 
+logger = logging.getLogger(__name__)
 KEY = "sandbox.backend"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FOLDERS = ("work", "tmp", "app", "tests", "logs", "solution")
@@ -39,6 +42,10 @@ UNPRIVILEGED_ID = 61_357
 """The user and group of sandboxes where the run is root's. The kernel does not limit root's processes. No user of any
 distribution has this number."""
 BWRAP = "bwrap"
+HARBOR_GUEST = str(Path(__file__).with_name("harbor_guest.py"))
+HARBOR_SETTINGS = "SLIPSTREAM_HARBOR"
+"""The environment variable with the settings of `harbor_guest.py`: others can read a command line."""
+INSTALL = "python3.12 -m venv FOLDER && FOLDER/bin/pip install 'harbor>=0.26'"
 PROBE_S = 30.0
 """The deadline of the sandbox that is started to see whether the backend works."""
 
@@ -258,8 +265,53 @@ class Container:
         return f"{name} cannot start a sandbox of sandbox.image={self._config.image}"
 
 
+class Harbor:
+    """Makes sandboxes with an environment of Harbor. Each has a process of Harbor's Python on this machine, which stops
+    the sandbox when its stdin ends."""
+
+    def __init__(self, config: SandboxConfig):
+        self._config = config
+        folders = [f"/{name}" for name in FOLDERS]
+        # No folder is emptied for another episode, or has its files counted: its file system is not its own.
+        self._guest = guest_settings(config, writable=(), folders=folders, own_user=False)
+
+    @contextmanager
+    def launch(self, image: str | None) -> Iterator[Launch]:
+        config = self._config
+        if image is None or config.harbor_python is None or config.harbor_environment is None:
+            needs = "sandbox.image, sandbox.harbor_python and sandbox.harbor_environment"
+            raise SandboxUnavailableError(f"{KEY}={config.backend.value}: needs {needs}")
+        settings = {
+            "environment": config.harbor_environment,
+            "args": config.harbor_args,
+            "image": image,
+            "guest": self._guest,
+            "source": guest_source(),
+            "answer_timeout_s": config.answer_timeout_s,
+        }
+        # -P: files beside the program are no modules of its own. A session of its own: Ctrl-C is for the run.
+        options = {"env": {**os.environ, HARBOR_SETTINGS: json.dumps(settings)}, "start_new_session": True}
+        yield Launch(argv=(os.path.expanduser(config.harbor_python), "-P", HARBOR_GUEST), options=options)
+
+    def advice(self, error: str) -> str:
+        config = self._config
+        python = config.harbor_python or ""
+        is_missing = shutil.which(os.path.expanduser(python)) is None
+        if is_missing or "No module named 'harbor'" in error or "Unknown option: -P" in error:
+            return f"sandbox.harbor_python={python} must be a Python, 3.12 or later, with Harbor: {INSTALL}"
+        return f"Harbor cannot start a sandbox with sandbox.harbor_environment={config.harbor_environment}"
+
+
+LAUNCHERS: Mapping[SandboxBackend, type[Bubblewrap] | type[Container] | type[Harbor]] = {
+    SandboxBackend.bubblewrap: Bubblewrap,
+    SandboxBackend.docker: Container,
+    SandboxBackend.podman: Container,
+    SandboxBackend.harbor: Harbor,
+}
+
+
 def make_launcher(config: SandboxConfig) -> Launcher:
-    return Bubblewrap(config) if config.backend is SandboxBackend.bubblewrap else Container(config)
+    return LAUNCHERS[config.backend](config)
 
 
 def check_backend(config: SandboxConfig, launcher: Launcher | None = None) -> None:
@@ -274,6 +326,8 @@ def check_backend(config: SandboxConfig, launcher: Launcher | None = None) -> No
             )
         error = done.stderr.decode(errors="replace").strip()
         if done.returncode == 0:
+            if error:  # such as the version of Harbor
+                logger.info("%s=%s: %s", KEY, config.backend.value, error)
             return
     except (OSError, subprocess.TimeoutExpired) as failure:
         error = str(failure) if isinstance(failure, OSError) else f"a sandbox did not start within {PROBE_S:g} s"

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from configs.runtime.deadline import within
-from configs.sandbox import SandboxConfig
+from configs.sandbox import SandboxBackend, SandboxConfig
 from rollout.environments.sandbox.launching import (
     HOME,
     MAX_FILES,
@@ -29,9 +29,9 @@ MAX_FILE_BYTES = 16 * 2**20
 """The longest file that is read or written from outside."""
 MAX_OUTPUT_BYTES = 2**20
 """The part of a command's output, and of its errors, that is kept. The rest is read and thrown away."""
-GRACE_S = 10.0
-"""The time after the deadline of a command in which process 1 has to answer: it ends all processes in it."""
-FILE_S = 10.0
+MAX_SAID_BYTES = 4096
+"""The last part of what a program that starts sandboxes writes to stderr that is kept for errors."""
+SAID_S = 1.0
 END_S = 5.0
 ENVIRONMENT = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -121,6 +121,9 @@ class Sandbox:
         self._process, self._config = process, config
         self._one = asyncio.Lock()
         self._is_lost = False
+        self._said = bytearray()
+        # Read on at all times: a program whose stderr is full waits until somebody reads it.
+        self._listening = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
@@ -148,7 +151,7 @@ class Sandbox:
                 await sandbox._exchange({"do": "hello"}, b"")
         except (SandboxLostError, TimeoutError) as error:
             await sandbox.stop()
-            said = await _said(process)
+            said = await sandbox._last_words()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{error} {said}".strip()) from error
             raise unavailable(config, launcher, said or "it ended at once") from error
@@ -195,7 +198,7 @@ class Sandbox:
             "timeout_s": timeout_s,
             "most": MAX_OUTPUT_BYTES,
         }
-        answer, output = await self._ask(request, stdin, timeout_s + GRACE_S)
+        answer, output = await self._ask(request, stdin, timeout_s + self._config.answer_timeout_s)
         if "error" in answer:
             raise SandboxLostError(f"a sandbox cannot run {argv[0]}: {answer['error']}")
         limit = None if answer["limit"] is None else Limit(answer["limit"])
@@ -215,14 +218,14 @@ class Sandbox:
             SandboxFileError: It is no plain file, or longer.
             SandboxLostError: As in `exec`.
         """
-        answer, content = await self._ask({"do": "read", "path": path, "most": most}, b"", FILE_S)
+        answer, content = await self._ask({"do": "read", "path": path, "most": most}, b"")
         return _checked(content, answer, path)
 
     async def write_file(self, path: str, content: bytes, *, mode: int = 0o644) -> None:
         """Write a file, and make its folders. Raises as `read_file` does."""
         if len(content) > MAX_FILE_BYTES:
             raise SandboxFileError(f"{path}: has {len(content)} bytes, and at most {MAX_FILE_BYTES} are written")
-        answer, _ = await self._ask({"do": "write", "path": path, "mode": mode}, content, FILE_S)
+        answer, _ = await self._ask({"do": "write", "path": path, "mode": mode}, content)
         _checked(b"", answer, path)
 
     async def clear(self, *folders: str) -> None:
@@ -232,31 +235,38 @@ class Sandbox:
             SandboxFileError: What ran there does not let them be emptied.
             SandboxLostError: As in `exec`.
         """
-        answer, _ = await self._ask({"do": "clear", "names": folders}, b"", FILE_S)
+        answer, _ = await self._ask({"do": "clear", "names": folders}, b"")
         _checked(b"", answer, ", ".join(folders))
 
     async def renew(self) -> None:
         """End all that runs in it, and remove all files. Raises SandboxLostError, also where a file stays."""
-        answer, _ = await self._ask({"do": "renew"}, b"", FILE_S)
+        answer, _ = await self._ask({"do": "renew"}, b"")
         if "error" in answer:
             raise SandboxLostError(f"a sandbox cannot be emptied: {answer['error']}")
 
     async def stop(self) -> None:
-        """End it, with all that runs in it and all its files."""
-        self._is_lost = True
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # which ends process 1, and with it the others
+        """End it, with all that runs in it and all its files. One that does not end in time is killed."""
+        self._lose()
         with suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(self._config.answer_timeout_s):
                 await self._process.wait()
         if self._process.returncode is None:
-            self._kill()
+            with suppress(ProcessLookupError):
+                self._process.kill()
             async with within(END_S, "END_S", "the end of a sandbox that was killed"):
                 await self._process.wait()
+            if self._config.backend is SandboxBackend.harbor:  # with the others, the kernel ends all
+                late = f"did not end within sandbox.answer_timeout_s={self._config.answer_timeout_s:g}"
+                logger.warning("a sandbox of Harbor %s, and may be left behind: %s", late, await self._last_words())
+        await self._last_words()  # so that nothing of it is left
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def _ask(self, request: dict[str, Any], content: bytes, deadline_s: float) -> tuple[dict[str, Any], bytes]:
+    async def _ask(
+        self, request: dict[str, Any], content: bytes, deadline_s: float | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the answer to a request, by default within sandbox.answer_timeout_s."""
+        deadline_s = self._config.answer_timeout_s if deadline_s is None else deadline_s
         async with self._one:
             if self.is_lost:
                 raise SandboxLostError("the sandbox is gone")
@@ -264,10 +274,13 @@ class Sandbox:
                 async with asyncio.timeout(deadline_s):
                     return await self._exchange(request, content)
             except TimeoutError:
-                self._kill()
+                self._lose()
                 raise SandboxLostError(f"a sandbox did not answer within {deadline_s:g} s, and was ended") from None
+            except SandboxLostError as error:
+                self._lose()
+                raise SandboxLostError(f"{error} {await self._last_words()}".strip()) from error
             except BaseException:
-                self._kill()  # the answer to this request would be taken for that to the next
+                self._lose()  # the answer to this request would be taken for that to the next
                 raise
 
     async def _exchange(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
@@ -287,22 +300,26 @@ class Sandbox:
         except (OSError, asyncio.IncompleteReadError) as error:
             raise SandboxLostError("the sandbox has ended") from error
 
-    def _kill(self) -> None:
+    def _lose(self) -> None:
+        """Close stdin, which ends process 1 and with it all others. It is not killed: with Harbor, it cleans up."""
         self._is_lost = True
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    async def _listen(self) -> None:
+        assert self._process.stderr is not None
+        while part := await self._process.stderr.read(MAX_SAID_BYTES):
+            self._said = (self._said + part)[-MAX_SAID_BYTES:]
+
+    async def _last_words(self) -> str:
+        """Return the end of what the program that has started the sandbox has written to stderr. It has ended, or is
+        about to."""
+        await asyncio.wait({self._listening}, timeout=SAID_S)
+        self._listening.cancel()
+        return self._said.decode(errors="replace").strip()
 
 
 def _checked(content: bytes, answer: dict[str, Any], path: str) -> bytes:
     if "error" in answer:
         raise SandboxFileError(f"{path}: {answer['error']}")
     return content
-
-
-async def _said(process: asyncio.subprocess.Process) -> str:
-    """Return what the command that starts sandboxes has written to stderr."""
-    assert process.stderr is not None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(1.0):
-            return (await process.stderr.read(4096)).decode(errors="replace").strip()
-    return ""

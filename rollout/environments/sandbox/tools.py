@@ -18,7 +18,7 @@ from rollout.agents.tools import Tool, Toolbox, ToolEnvironment, ToolResult
 from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.sandbox.harbor import Task, set_up, task_of, verified
 from rollout.environments.sandbox.launching import HOME
-from rollout.environments.sandbox.sandbox import GRACE_S, Sandbox, SandboxLostError
+from rollout.environments.sandbox.sandbox import Sandbox, SandboxLostError
 from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
 from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, tool_turns
 from rollout.types import Prompt
@@ -126,7 +126,7 @@ class SandboxEnvironment:
         tools = SandboxTools(sandbox, cwd=cwd, env=env, timeout_s=pool.config.timeout_s)
         toolbox = Toolbox(
             [replace(tool, function=getattr(tools, tool.spec.name)) for tool in settings.tools],
-            call_timeout_s=pool.config.timeout_s + GRACE_S + MARGIN_S,
+            call_timeout_s=pool.config.timeout_s + pool.config.answer_timeout_s + MARGIN_S,
             max_output_chars=settings.max_output_chars,
         )
         self._tools = _Within(toolbox, tools, pool.config, settings.turn_timeout_s)
@@ -188,6 +188,7 @@ def agent_loop(
     specs = [tool.spec for tool in made]
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
     # A step may use its calls' time and then that of the tests; a reset waits for a sandbox and starts one.
-    step_timeout_s = 2 * turn_timeout_s + config.wait_timeout_s + config.start_timeout_s + GRACE_S + MARGIN_S
+    waits_s = config.wait_timeout_s + config.start_timeout_s + config.answer_timeout_s
+    step_timeout_s = 2 * turn_timeout_s + waits_s + MARGIN_S
     options = ToolTurnOptions(max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s)
     return tool_turns(lambda prompt: SandboxEnvironment(prompt, settings), tokenizer, chat, options)

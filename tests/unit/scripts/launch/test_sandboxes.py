@@ -1,6 +1,7 @@
 """A run that needs sandboxes starts only where there are any, and its keys are checked before."""
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from scripts.launch.data import held_out_sources, load_sources
 from scripts.launch.sandboxes import command_place, prepare_sandboxes, refuse_without_sandboxes
 from tests.support.compose import changed, resolve
 
+HARBOR: dict[str, Any] = {
+    "sandbox__backend": SandboxBackend.harbor,
+    "sandbox__harbor_python": sys.executable,
+    "sandbox__harbor_environment": "e2b",
+    "sandbox__image": "an/image:1",
+}
 REWARD = "rollout.environments.sandbox.hidden_tests:hidden_tests"
 NEEDING: list[dict[str, Any]] = [
     {"rollout__agent_loop": "rollout.environments.sandbox.tools:agent_loop"},
@@ -144,6 +151,13 @@ def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:
             {"sandbox__timeout_s": 30.0},
             "sandbox.timeout_s=30.0: the sum of sandbox.start_timeout_s and sandbox.timeout_s",
         ),
+        ({"sandbox__harbor_environment": "e2b"}, "sandbox.harbor_environment=e2b: needs sandbox.backend=harbor"),
+        ({**HARBOR, "sandbox__image": None}, "sandbox.image=None: sandbox.backend=harbor needs the name of an image"),
+        (
+            {**HARBOR, "sandbox__harbor_environment": None},
+            "sandbox.harbor_environment=None: sandbox.backend=harbor",
+        ),
+        ({**HARBOR, "sandbox__reuse": True}, "sandbox.reuse=True: must be false with sandbox.backend=harbor"),
         ({"sandbox__memory_mb": 1}, "sandbox.memory_mb=1: must be between 64 and 1000000"),
     ],
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.sandbox import SandboxConfig
+from configs.sandbox import SandboxBackend, SandboxConfig
 from rollout.data.rows import Columns, load_rows
 from rollout.environments.sandbox.harbor import SHIPPED, TaskError, read_task, rows, task_of
 from rollout.types import Prompt
@@ -89,7 +89,17 @@ def test_settings_of_a_task_are_read(tmp_path: Path) -> None:
 )
 def test_a_task_that_needs_more_is_refused(dockerfile: str | None, toml: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=problem):
-        read_task(make_task(tmp_path / "a", dockerfile, toml))
+        read_task(make_task(tmp_path / "a", dockerfile, toml)).image(SandboxConfig(image="/"))
+
+
+def test_harbor_builds_what_needs_a_build_where_no_image_is_named(tmp_path: Path) -> None:
+    config = SandboxConfig(backend=SandboxBackend.harbor, image="some/image:1")
+    folder = make_task(tmp_path / "a", "FROM x\nRUN pip install y\nCOPY notes.txt /app/\n")
+    assert read_task(folder).image(config) == str(folder / "environment")
+    named = make_task(tmp_path / "b", "FROM x\nRUN pip install y\n", "[environment]\ndocker_image = 'an/image:1'")
+    assert read_task(named).image(config) == "an/image:1"
+    plain = make_task(tmp_path / "c", "FROM x\nCOPY notes.txt /app/\n")
+    assert read_task(plain).image(config) is None, "its files are copied into any image"
 
 
 def test_a_link_in_a_task_is_refused_because_it_may_lead_out(tmp_path: Path) -> None:

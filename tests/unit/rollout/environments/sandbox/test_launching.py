@@ -1,8 +1,11 @@
 """The commands that start sandboxes, and what is said where they cannot. None of them is run here."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +13,12 @@ from configs.sandbox import SandboxBackend, SandboxConfig
 from rollout.environments.sandbox.launching import (
     Bubblewrap,
     Container,
+    Harbor,
     SandboxUnavailableError,
     check_backend,
     guest_source,
 )
+from tests.support.paths import ROOT
 
 CONFIG = SandboxConfig(memory_mb=100, disk_mb=8, max_processes=10, cpu_s=3)
 
@@ -76,3 +81,48 @@ def test_a_machine_without_sandboxes_says_what_to_install_or_to_set(
         check_backend(CONFIG)
     assert str(refusal.value).startswith("sandbox.backend=bubblewrap: ") and advice in str(refusal.value)
     assert said is None or said in str(refusal.value)
+
+
+# -- Harbor ------------------------------------------------------------------------------------------------------------
+
+HARBOR = replace(
+    CONFIG,
+    backend=SandboxBackend.harbor,
+    image="some/image:1",
+    harbor_python=sys.executable,
+    harbor_environment="folder_environment:FolderEnvironment",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "said"),
+    [
+        (
+            {"harbor_python": "/no/python"},
+            "0.26.0",
+            "harbor_python=/no/python must be a Python, 3.12 or later, with",
+        ),
+        ({}, "", "No module named 'harbor'"),
+        ({}, "0.25.9", "Harbor 0.25.9 is too old: 0.26 is needed"),
+        ({"harbor_environment": "daytone"}, "0.26.0", "daytone: must be MODULE:CLASS, or one of daytona, docker"),
+        ({"harbor_environment": "daytona"}, "1.0.0", "daytona requires DAYTONA_API_KEY to be set"),
+        ({"harbor_environment": "no_module:Class"}, "0.26.0", "No module named 'no_module'"),
+        ({}, "0.26.0", "missing 1 required keyword-only argument: 'log'"),
+        ({"image": "/no/folder", "harbor_args": {"log": "x"}}, "0.26.0", "/no/folder/Dockerfile: no such file"),
+    ],
+)
+def test_harbor_is_refused_with_what_is_wrong_before_any_sandbox_starts(
+    changes: dict[str, Any], version: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a stand-in of Harbor."""
+    folders = ("harbor_environment", "harbor_stand_in") if version else ("harbor_environment",)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / "tests/support" / name) for name in folders))
+    monkeypatch.setenv("HARBOR_VERSION", version)
+    with pytest.raises(SandboxUnavailableError) as refusal:
+        check_backend(replace(HARBOR, **changes))
+    assert str(refusal.value).startswith("sandbox.backend=harbor: ") and said in str(refusal.value)
+
+
+def test_harbors_settings_are_on_no_command_line() -> None:
+    with Harbor(replace(HARBOR, harbor_args={"api_key": "secret"})).launch("some/image:1") as launch:
+        assert "secret" not in " ".join(launch.argv) and "secret" in launch.options["env"]["SLIPSTREAM_HARBOR"]

@@ -7,6 +7,7 @@ import inspect
 import os
 import time
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+SHARES_ENGINES = "tests/system/rollout/engines/"
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Registered first, so that it runs last: all that is left is to free what was imported, which takes two seconds.
     atexit.register(os._exit, 0)
@@ -36,6 +39,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()  # what is imported stays: no later collection looks at it again
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Give the tests that share an engine to one process: every other process would start an engine of its own, which
+    takes half a minute. All other tests are divided by file, as `--dist loadfile` says."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileOrEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return SHARES_ENGINES if nodeid.startswith(SHARES_ENGINES) else super()._split_scope(nodeid)
+
+    return ByFileOrEngine(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,9 @@ from tests.support.weights import publish, release
 from weight_sync.adapter import factor_names
 from weight_sync.protocol import Manifest
 
+# Engines that serve adapters are started for this file alone.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def adapter_host(engine_spec: EngineSpec) -> Iterator[EngineHost]:
@@ -30,7 +33,6 @@ def adapter_host(engine_spec: EngineSpec) -> Iterator[EngineHost]:
         yield host
 
 
-@pytest.mark.slow
 def test_before_the_first_update_it_serves_the_weights_that_it_loaded(adapter_host: EngineHost) -> None:
     ids = prompt(1, 40)
     adapter_host.run(adapter_host.engine.tag_loaded(0))
@@ -40,7 +42,6 @@ def test_before_the_first_update_it_serves_the_weights_that_it_loaded(adapter_ho
     np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
 
 
-@pytest.mark.slow
 def test_requests_in_flight_change_the_adapter_between_two_tokens_and_each_logprob_is_of_its_version(
     adapter_host: EngineHost,
 ) -> None:
@@ -95,7 +96,6 @@ def test_a_new_request_reads_no_cache_of_the_last_adapter(adapter_host: EngineHo
         )
 
 
-@pytest.mark.slow
 def test_what_is_refused_leaves_the_adapter_that_is_live(adapter_host: EngineHost) -> None:
     """Weights, a layer that the model does not have, and a rank above that of the slots."""
     host, path, ids = adapter_host, adapter_host.model_path, prompt(8, 30)

@@ -84,7 +84,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE, 1.6])
+@pytest.mark.parametrize("temperature", [1.0, TEMPERATURE])
 def test_logprobs_and_entropy_are_those_of_plain_forwards(
     causal_lm: Qwen3ForCausalLM, groups: list[TrajectoryGroup], layout: Layout, temperature: float
 ) -> None:

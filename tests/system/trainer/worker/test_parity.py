@@ -101,7 +101,9 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
 
 
 @pytest.mark.parametrize("is_general", [False, True])
-@pytest.mark.parametrize("family", ["falcon_h1", "gemma2", "granite", "mixtral", "opt", "phi"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("falcon_h1", marks=pytest.mark.slow), "gemma2", "granite", "mixtral", "opt", "phi"]
+)
 def test_gradients_are_those_of_the_models_own_forward_however_few_logits_are_made_at_once(
     family: str, is_general: bool, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,9 +163,7 @@ async def test_a_named_agent_has_its_settings_in_its_home_and_its_environment(tm
 # -- who rewards -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "said", ["42", "1000000", '{"reward": 1000000}', '{"value": 1}', "NaN", "1e999", "[" * 100_000, "9" * 5000]
-)
+@pytest.mark.parametrize("said", ["1000000", '{"reward": 1000000}', '{"value": 1}', "[" * 100_000])
 @on_real_clock
 async def test_nothing_that_a_command_prints_is_a_reward(tmp_path: Path, said: str) -> None:
     source = f"print(ask('hi'))\nprint({said!r}); print({said!r}, file=sys.stderr)"

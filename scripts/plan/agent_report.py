@@ -123,6 +123,8 @@ class AgentReport:
     """None where the agent is no command, or was ended."""
     last_lines: tuple[str, ...]
     seconds: float
+    processor_s: float | None
+    """The processor time of its processes; None where the agent is no command."""
     limits: Limits
 
     @property
@@ -205,7 +207,8 @@ def report_text(report: AgentReport) -> str:
 
 def _ending(report: AgentReport) -> Iterator[str]:
     code = "" if report.exit_code is None else f" with exit code {report.exit_code}"
-    yield f"ended after {report.seconds:.1f} s{code}"
+    processor = "" if report.processor_s is None else f" ({report.processor_s:.1f} s of processor time)"
+    yield f"ended after {report.seconds:.1f} s{processor}{code}"
     if report.error is not None:
         yield f"the episode has failed: {report.error.splitlines()[0]}"
     if report.limit is not None:
@@ -286,6 +289,11 @@ def _trained(report: AgentReport) -> Iterator[str]:
             yield f"{count} of them began by {name}: {CAUSES[name]}"
     if not any(report.forks.values()):
         yield "no row began because something differed"
+    if (num_apart := len(report.rows) - 1 - sum(report.forks.values())) > 0:
+        yield (
+            f"{_count(num_apart, 'row')} began otherwise: a conversation besides, such as a title's or a sub-agent's, "
+            "or an answer that the agent left out and asked for again"
+        )
 
 
 def _tokens(report: AgentReport) -> Iterator[str]:

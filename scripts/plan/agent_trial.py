@@ -1,6 +1,7 @@
 """One episode of an agent against the real gateway, with a model that follows a script: no engine, and no weights."""
 
 import json
+import resource
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -226,18 +227,24 @@ async def try_agent(config: Config, tokenizer: Any, prompt: str, script: Script)
         index=0,
         sampling=SamplingParams(max_tokens=MAX_TOKENS),
     )
-    began = time.monotonic()
+    began, cpu_before = time.monotonic(), _processor_s()
     host.recorder.began = began
     try:
         episode = await loop.run_episode(task, ScriptedReplica(tokenizer, script, host).generate)
         seconds = time.monotonic() - began
     finally:
         await loop.close()
-    return _report(config, host, episode, ends[-1] if ends else None, seconds)
+    return _report(config, host, episode, ends[-1] if ends else None, seconds, _processor_s() - cpu_before)
+
+
+def _processor_s() -> float:
+    """Return the processor time of all processes that this one has started and waited for, with those below them."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _report(
-    config: Config, host: RecordingHost, episode: Episode, end: CommandEnd | None, seconds: float
+    config: Config, host: RecordingHost, episode: Episode, end: CommandEnd | None, seconds: float, processor_s: float
 ) -> AgentReport:
     rollout, sessions, transcript = config.rollout, config.sessions, host.opened.transcript
     statistics = transcript.statistics()
@@ -263,6 +270,7 @@ def _report(
         exit_code=None if end is None else end.code,
         last_lines=tuple(output.decode(errors="replace").strip().splitlines()[-LAST_LINES:]),
         seconds=seconds,
+        processor_s=None if end is None else processor_s,
         limits=Limits(
             max_turns=sessions.max_turns,
             timeout_s=sessions.timeout_s,

@@ -1,36 +1,90 @@
-"""Runs with an agent that nobody here wrote, by its name, while the weights change with every step."""
+"""Runs with agents that nobody here wrote, by their names, while the weights change with every step."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from configs.named_agents import NAMED_AGENTS
+from scripts.plan.agent_trial import say_call
 from tests.support.agent_installs import INSTALLS, path_with
-from tests.support.whole_runs import check_tokens, small, started, trained
+from tests.support.saying_models import write_saying_model
+from tests.support.whole_runs import Run, check_tokens, small, started, trained
 
-STEPS = 3
+STEPS, GROUP_SIZE = 3, 2
 SIZES = f"""
-trainer.total_steps={STEPS} trainer.prompts_per_step=2 algorithm.group_size=4 trainer.eval_every=0 data.num_val=4
-data.max_prompt_tokens=12288 rollout.max_response_tokens=1024 sessions.max_turn_tokens=16 rollout.max_num_seqs=8
-rollout.max_staleness=1 rollout.max_failed_rewards=0 model.max_position_embeddings=16384
+trainer.total_steps={STEPS} trainer.prompts_per_step=1 algorithm.group_size={GROUP_SIZE} trainer.eval_every=0
+data.num_val=4 rollout.max_response_tokens=2048 rollout.max_num_seqs=8 rollout.max_staleness=1
+rollout.max_failed_rewards=0 sessions.max_turn_tokens=16 sessions.max_turns=32
 """.split()
+WORK, SEEN = "echo seen $((6 * 7))", "seen 42"
+"""A command, and what the policy reads of it and of nothing else."""
+LAST_WORDS = "It is done."
+
+
+@dataclass(frozen=True)
+class Case:
+    work: str
+    """The answer in which the policy works."""
+    end: str = LAST_WORDS
+    """The answer that ends an episode."""
+    other_rows: int = 0
+    """The sequences of an episode besides that of its conversation."""
+
+
+CASES: Mapping[str, Case] = {
+    "claude_code": Case(say_call("Bash", {"command": WORK, "description": "Look"})),
+    "codex": Case(say_call("exec_command", {"cmd": WORK})),
+    "opencode": Case(say_call("bash", {"command": WORK, "description": "Look"}), other_rows=1),  # a title
+    "mini_swe_agent": Case(
+        say_call("bash", {"command": WORK}),
+        end=say_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_mini_swe_agent_is_trained_on_what_was_sampled(tmp_path: Path, chat_model: Path) -> None:
-    """The policy calls nothing, so each episode ends after three answers that the agent complains about."""
-    if (reason := INSTALLS["mini-swe-agent"].reason_to_skip()) is not None:
+@pytest.mark.parametrize("name", CASES)
+def test_an_agent_is_trained_on_what_was_sampled(name: str, tmp_path: Path) -> None:
+    """The policy works or ends its episode in each turn, by chance."""
+    case, agent = CASES[name], NAMED_AGENTS[name]
+    if (reason := INSTALLS[name.replace("_", "-")].reason_to_skip()) is not None:
         pytest.skip(reason)
-    path = path_with(NAMED_AGENTS["mini_swe_agent"], tmp_path / "bin")
-    with started(tmp_path, *small(chat_model), *SIZES, "rollout.agent=mini_swe_agent", PATH=path) as run:
+    model = write_saying_model(tmp_path / "model", [case.work, case.end], agent.context)
+    path = path_with(agent, tmp_path / "bin")
+    keys = [f"rollout.agent={name}", f"data.max_prompt_tokens={agent.context - 2048}"]
+    with started(tmp_path, *small(model), *SIZES, *keys, PATH=path) as run:
         assert run.wait_for_end(900) == 0, run.output.read_text()
         check_tokens(run.run_dir)
         records = [record for step in trained(run) for record in step]
-        assert len(records) == STEPS * 8
+        assert len(records) == STEPS * GROUP_SIZE
         for record in records:
-            assert record["agent_metrics"]["refused_requests"] == 0 and record["agent_metrics"]["turns"] >= 3
-            for sequence in record["sequences"]:
+            metrics, sequences = record["agent_metrics"], record["sequences"]
+            assert metrics["refused_requests"] == 0
+            assert len(sequences) == 1 + case.other_rows
+            for sequence in sequences:
                 assert sequence["loss_tokens"] == sum(end - start for start, end, _ in sequence["versions"]) > 0
+        check_reading(run, model, case.work)
         spans = (span for record in records for sequence in record["sequences"] for span in sequence["versions"])
         assert len({version for _, _, version in spans}) >= 2, "the weights changed under the sessions"
+
+
+def check_reading(run: Run, model: Path, work: str) -> None:
+    """Every conversation begins with its prompt, and the policy read what each of its commands said."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    files = sorted((run.run_dir / "trajectories").glob("step_*.npz"))
+    for records, file in zip(trained(run), files, strict=True):
+        tokens = np.load(file)
+        parts = (("prompt_ids", "prompt_lengths"), ("response_ids", "response_lengths"))
+        halves = (np.split(tokens[ids], np.cumsum(tokens[lengths])[:-1]) for ids, lengths in parts)
+        sequences = zip(*halves, strict=True)
+        for record in records:
+            own = [next(sequences) for _ in record["sequences"]]
+            conversation = max(own, key=lambda halves: len(halves[0]))  # a title's is shorter
+            prompt, response = (tokenizer.decode(ids) for ids in conversation)
+            assert record["prompt"] in prompt
+            assert response.count(SEEN) == response.count(work)

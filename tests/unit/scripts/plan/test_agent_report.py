@@ -33,6 +33,7 @@ REPORT = AgentReport(
     exit_code=0,
     last_lines=(),
     seconds=2.0,
+    processor_s=1.5,
     limits=Limits(max_turns=64, timeout_s=600.0, idle_timeout_s=300.0, group_timeout_s=1200.0),
 )
 
@@ -103,3 +104,12 @@ def test_tools_of_every_dialect_and_errors_of_both_providers_are_named() -> None
     assert "3 tools: a, b, web_search" in text and "parameters: n=0" in text
     for number, said in enumerate(["x = 1: no", "y: no", "z", "no reason"]):
         assert f"400 POST /v1/{number}, once: {said}\n" in text
+
+
+def test_rows_without_a_cause_are_named_too() -> None:
+    """An agent that left an answer out and asked again has changed nothing that the policy had read."""
+    rows = tuple(Row(num_answers=1, prompt_tokens=1000, tokens=1010) for _ in range(4))
+    text = report_text(replace(REPORT, rows=rows, forks={"edit": 1}))
+    assert "1 of them began by edit: " in text and "\n  2 rows began otherwise: " in text
+    assert "began otherwise" not in report_text(replace(REPORT, rows=rows[:2], forks={"edit": 1}))
+    assert "ended after 2.0 s (1.5 s of processor time) with exit code 0\n" in text

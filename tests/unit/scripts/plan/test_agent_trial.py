@@ -64,6 +64,7 @@ def agent(tmp_path: Path) -> str:
 def test_the_report_of_an_agent_says_what_it_asked_and_what_would_be_trained(agent: str) -> None:
     report = tried(f"{agent} 0")
     assert report.is_trainable and (report.exit_code, report.num_answers) == (0, 3)
+    assert report.processor_s is not None and report.processor_s > 0, "of the command, which was waited for"
     text = report_text(report)
     first, second = report.rows
     assert (first.num_answers, second.num_answers) == (1, 2)

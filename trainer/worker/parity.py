@@ -33,6 +33,9 @@ LARGEST_TOKEN = 1000
 CHUNKS = 3
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 """Largest mean difference of logprobs, as a share of their standard deviation over the tokens."""
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+"""The difference that rounding alone makes, as a share of the logprobs. It counts where all tokens are about as likely,
+as with a head of zeros, and their deviation is about zero."""
 
 
 def refuse_other_logprobs(policy: Policy, config: Config, device: torch.device) -> None:
@@ -86,7 +89,7 @@ def refuse_other_segments(policy: Policy, config: Config, device: torch.device) 
                 segment = row.segment(version)
                 logprobs[torch.as_tensor(segment.targets)] = policy.segment_logprobs(segment, cache, device)
             difference = (logprobs - expected).abs().mean()
-            if not difference <= TOLERANCE[getattr(torch, config.trainer.dtype.value)] * expected.std():
+            if not difference <= _largest_difference(expected, getattr(torch, config.trainer.dtype.value)):
                 problem = f"its logprobs come out otherwise, by {difference.item():.2g} nats a token"
         except Exception as error:  # of any class, as above
             problem = f"it cannot be computed so ({type(error).__name__}: {error})"
@@ -172,9 +175,14 @@ def _problem(
         return f"cannot compute rows of this layout ({type(error).__name__}: {error})"
     expected = plain[torch.as_tensor(batch.index, device=device)]
     difference = (logprobs - expected).abs().mean()
-    if difference <= TOLERANCE[dtype] * expected.std():
+    if difference <= _largest_difference(expected, dtype):
         return None
     return f"computes other logprobs in this layout than in a plain forward, by {difference.item():.2g} nats a token"
+
+
+def _largest_difference(expected: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest mean difference from these logprobs that is allowed."""
+    return torch.maximum(TOLERANCE[dtype] * expected.std(), ROUNDING * expected.abs().mean())
 
 
 def _plain_logprobs(policy: Policy, group: TrajectoryGroup, device: torch.device) -> Tensor:

@@ -150,6 +150,12 @@ def test_a_wrong_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         refuse_other_logprobs(Policy(random_model("llama"), 1.0), with_layout(Layout.tree), CPU)
 
 
+def test_rounding_refuses_no_model_that_finds_all_tokens_about_as_likely() -> None:
+    causal_lm = random_model("llama")
+    causal_lm.get_output_embeddings().weight.data *= 1e-6
+    refuse_other_logprobs(Policy(causal_lm, 1.0), with_layout(Layout.tree), CPU)
+
+
 @pytest.mark.parametrize("layout", Layout)
 def test_a_wrong_head_is_refused(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Granite scales its logits."""

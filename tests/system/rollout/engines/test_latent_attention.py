@@ -19,7 +19,7 @@ from configs.weight_forms import LATENT_ATTENTION
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion
 from tests.support.engines import EngineHost, hosted, request, update
-from tests.support.latent_models import latent_model
+from tests.support.latent_models import WITH_EXPERTS, latent_model
 from tests.support.weights import publish, tag_of
 
 pytestmark = pytest.mark.slow
@@ -133,4 +133,5 @@ def test_every_type_that_is_allowed_is_updated(kind: str, tmp_path: Path, engine
         host.run(update(host.engine, weights_of(tmp_path / "new"), 1))
         for ids, completion in zip(PROMPTS, host.run(completions(host)), strict=True):
             expected = logprobs(tmp_path / "new", [*ids, *completion.token_ids.tolist()], len(ids))
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)  # experts add their own order of sums
+            atol = 1e-4 if kind in WITH_EXPERTS else 3e-5  # one token of glm4_moe_lite differs by 3.4e-5 in float32
+            np.testing.assert_allclose(completion.logprobs, expected, atol=atol)

@@ -6,13 +6,11 @@ model that it was trained on; with --adapter, it is written alone, as PEFT has i
 """
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from trainer.checkpoint.store import Checkpoint, CheckpointError, checkpoint_at
 
-logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -1,7 +1,6 @@
 """Runs agent loops and rewards, away from the driver's event loop. `worker_group.py` puts it into Ray actors."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,6 @@ from rollout.types import (
     TrajectoryGroup,
 )
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 

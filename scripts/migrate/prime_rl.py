@@ -17,7 +17,6 @@ from scripts.migrate.counterparts import (
 )
 from scripts.migrate.settings import flat
 
-SAMPLING = "orchestrator.train.sampling"
 GROUP = ("orchestrator.group_size", "orchestrator.rollouts_per_example", "rollouts_per_example")
 LENGTH = "orchestrator.train.sampling.max_completion_tokens"
 LENGTHS = ("orchestrator.seq_len", "seq_len")

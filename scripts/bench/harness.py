@@ -7,15 +7,19 @@ by runs that stand next to each other:
     runs = await take_turns({"packed": run_packed, "rows": run_rows}, repeats=3)
     runs.show("forward and backward", {"seconds": ".2f"})
     write_json({"speedup": runs.ratio("seconds", "rows", over="packed")})
+
+What runs on a virtual clock has the same figures each time, and is run once: `Runs.exact({"packed": {...}})`.
 """
 
+import asyncio
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import isawaitable
+from inspect import isawaitable, iscoroutine
 from statistics import median
+from typing import Any
 
 from scripts.observe.tables import show_table, write_json
 
@@ -32,6 +36,11 @@ class Runs:
 
     by_arm: Mapping[str, Sequence[Figures]]
 
+    @classmethod
+    def exact(cls, by_arm: Mapping[str, Figures]) -> "Runs":
+        """Return the runs of arms whose figures are the same in every repetition."""
+        return cls({arm: [figures] for arm, figures in by_arm.items()})
+
     def values(self, figure: str, arm: str) -> list[float]:
         return [figures[figure] for figures in self.by_arm[arm]]
 
@@ -47,23 +56,32 @@ class Runs:
         """Return the median of every figure of an arm."""
         return {prefix + figure: self.median(figure, arm) for figure in self.by_arm[arm][0]}
 
-    def show(self, title: str, columns: Mapping[str, str], *, over: str | None = None) -> None:
-        """Write a table with a row for each arm: medians, and of the first column also the smallest and the largest.
+    def all_medians(self) -> dict[str, float]:
+        """Return the median of every figure of every arm, as <arm>_<figure>."""
+        return {name: value for arm in self.by_arm for name, value in self.medians(arm, f"{arm}_").items()}
+
+    def show(self, title: str, columns: Mapping[str, str] | None = None, *, over: str | None = None) -> None:
+        """Write a table with a row for each arm: medians, and where arms have run several times, also the smallest and
+        the largest of the first column.
 
         Args:
-            columns: Figures and how each is formatted, such as {"seconds": ".2f"}.
+            columns: Figures and how each is formatted, such as {"seconds": ".2f"}. None: all of the first arm.
             over: The arm that the others are compared with, by the first column.
         """
+        columns = columns or dict.fromkeys(next(iter(self.by_arm.values()))[0], ".4g")
         first = next(iter(columns))
+        has_range = any(len(runs) > 1 for runs in self.by_arm.values())
         rows = []
         for arm in self.by_arm:
             row = [arm, *(format(self.median(figure, arm), spec) for figure, spec in columns.items())]
-            values = self.values(first, arm)
-            row.insert(2, f"{min(values):{columns[first]}}..{max(values):{columns[first]}}")
+            if has_range:
+                values = self.values(first, arm)
+                row.insert(2, f"{min(values):{columns[first]}}..{max(values):{columns[first]}}")
             rows.append(row if over is None else [*row, f"{self.ratio(first, arm, over=over):.2f}"])
-        header = [figure.replace("_", " ") for figure in columns]
-        header.insert(1, "min..max")
-        show_table(title, ["arm", *header, *([] if over is None else [f"over {over}"])], rows)
+        header = ["arm", *(figure.replace("_", " ") for figure in columns)]
+        if has_range:
+            header.insert(2, "min..max")
+        show_table(title, [*header, *([] if over is None else [f"over {over}"])], rows)
 
 
 def make_arms(run: Callable[[str, int], Figures | Awaitable[Figures]], names: Iterable[str]) -> dict[str, Arm]:
@@ -112,10 +130,11 @@ def make_parser(doc: str | None, *, repeats: int | None = None, parts: Sequence[
     return parser
 
 
-def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures]]) -> None:
+def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures | Coroutine[Any, Any, Figures]]]) -> None:
     """Run the parts that `--only` names, and write the figures of all as the last line."""
     figures: dict[str, float] = {}
     for name, part in parts.items():
         if name in options.only:
-            figures |= part()
+            measured = part()
+            figures |= asyncio.run(measured) if iscoroutine(measured) else measured
     write_json(figures)

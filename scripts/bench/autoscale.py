@@ -2,15 +2,11 @@
 
 python -m scripts.bench.autoscale
 
-The real scheduling runs on a virtual clock, with simulated engines and a trainer whose step takes 20 seconds. After a
-third of the steps, responses become six times as long, and after another third as short as before. A new replica takes
-90 seconds to start. The arms:
-
-    fixed_N     N replicas from beginning to end
-    autoscaled  from 1 to 8 (rollout.autoscale), beginning with 2
-
-The last line is JSON, with <arm>_ before each: `steps_per_h`, and `_1` to `_3` for each third; `replicas`, the mean
-over the time; `replica_h_per_step`, which is what is paid for; and `changes`, how often replicas came or went.
+The real scheduling runs on a virtual clock, with simulated engines and a trainer whose step takes 20 seconds. In the
+middle third of the steps, responses are six times as long. A new replica takes 90 seconds to start. The arms are
+`fixed_N`, N replicas from beginning to end, and `autoscaled`, 1 to 8 beginning with 2 (rollout.autoscale).
+`steps_per_h_1` to `_3` are those of each third; `replica_h_per_step` is what is paid for; `changes` says how often
+replicas came or went.
 """
 
 import asyncio
@@ -27,8 +23,8 @@ from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
 from rollout.rollouter import GroupRunner
-from scripts.bench.harness import Figures, make_parser, progress
-from scripts.observe.tables import show_table, write_json
+from scripts.bench.harness import Figures, Runs, make_parser
+from scripts.observe.tables import write_json
 from scripts.simulate.engine import ProfiledEngine
 from scripts.simulate.episodes import Drawn, Draws, Together
 from scripts.simulate.machine import Machine
@@ -49,7 +45,7 @@ PROFILE = Profile(
     swap_s=0.05,
 )
 SETUP = Setup(max_num_seqs=8, max_staleness=4, group_size=4, prompts_per_step=4)
-LONGER, START_S, MOST, FIXED = 6, 90.0, 8, (2, 4, 8)
+STEPS, LONGER, START_S, MOST, FIXED = 450, 6, 90.0, 8, (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +136,13 @@ class Scene(Nothing):
         }
 
 
-def measure(steps: int) -> dict[str, Figures]:
-    arms = {f"fixed_{count}": Scene(num_replicas=count, steps=steps) for count in FIXED}
-    arms["autoscaled"] = Scene(num_replicas=2, steps=steps, autoscaled=True)
-    figures = dict[str, Figures]()
-    for name, scene in arms.items():
-        figures[name] = run_virtual(scene.run())
-        progress(f"{name}: {figures[name]}")
-    return figures
-
-
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=450, help="steps of the trainer, in three thirds [450]")
-    figures = measure(parser.parse_args().steps)
-    rows = [[arm, *(f"{value:.3g}" for value in of.values())] for arm, of in figures.items()]
-    show_table("responses that become six times as long, and short again", ["arm", *figures["autoscaled"]], rows)
-    write_json({f"{arm}_{name}": value for arm, of in figures.items() for name, value in of.items()})
+    make_parser(__doc__).parse_args()
+    arms = {f"fixed_{count}": Scene(num_replicas=count, steps=STEPS) for count in FIXED}
+    arms["autoscaled"] = Scene(num_replicas=2, steps=STEPS, autoscaled=True)
+    runs = Runs.exact({name: run_virtual(scene.run()) for name, scene in arms.items()})
+    runs.show("responses that become six times as long, and short again")
+    write_json(runs.all_medians())
 
 
 if __name__ == "__main__":

@@ -1,23 +1,16 @@
 """The question: what does the driver cost with a thousand replicas, and where does it end? Five minutes.
 
-python -m scripts.bench.scale [--replicas 64 256 1024] [--seconds 20]
+python -m scripts.bench.scale [--replicas 64 256 1024]
 
-The real router, fleet, health monitor, rollouter, buffer, slot ledger, train loop and checkpoint manager run on a
-virtual clock, with simulated engines behind a border: what is called on the other side of it (replicas, agent workers)
-is a task of another kind, as it is another process in a run. Each step of each task of the driver is timed on the CPU.
+The real scheduling runs on a virtual clock, with simulated engines behind a border: what is called on the other side of
+it (replicas, agent workers) is a task of another kind, as it is another process in a run. Each step of each task of the
+driver is timed on the CPU; Ray's own time and the trainer's arithmetic are not in the figures. Updates come all the
+time, one replica dies, and then an eighth of the replicas, a rack, answers nothing any more and is given up.
 
-A run goes through steady sampling with updates of the weights, the death of one replica, and the partition of a rack
-of an eighth of the replicas: those answer nothing any more, and are given up after 20 seconds, which is
-rollout.replica_timeout_s here. Ray's own time for the calls is not in the figures, and neither is the trainer's
-arithmetic (advantages, layout).
-
-The last line is JSON, with N the number of replicas:
-
-    N_us_per_replica_s      driver CPU, in microseconds, per replica and second
+    N_us_per_replica_s      driver CPU with N replicas, in microseconds, per replica and second
     N_driver                the share of one core that the driver takes
     N_update_us_per_replica driver CPU of an update per replica
-    N_loss_ms               driver CPU of the second in which a replica died
-    N_rack_ms               driver CPU of the second in which the rack was given up
+    N_loss_ms, N_rack_ms    driver CPU of the second in which a replica died, the rack was given up
     N_recovery_s            virtual seconds from the partition until every group of the rack runs elsewhere
 """
 
@@ -25,24 +18,23 @@ import asyncio
 import gc
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema import Config, PauseMode
+from configs.schema import Config
 from rollout.engines.base import EngineDiedError
 from rollout.engines.virtual_clock import run_virtual
 from rollout.errors import ReplicaLostError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import FleetMonitor, HealthMonitor
-from rollout.progress import Attempt, GroupMessage, Move, ProgressReport, ReplicaLost
+from rollout.progress import Attempt, GroupMessage, Move, ReplicaLost
 from rollout.replica.replica import RolloutReplica
-from rollout.request_ids import RequestId
 from rollout.rollouter import GroupRunner
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
-from scripts.bench.harness import make_parser, progress
-from scripts.observe.tables import show_table, write_json
+from scripts.bench.harness import Figures, Runs, make_parser, progress
+from scripts.observe.tables import write_json
 from scripts.simulate.engine import ProfiledEngine
 from scripts.simulate.episodes import Draws, Together
 from scripts.simulate.machine import Machine
@@ -51,7 +43,6 @@ from scripts.simulate.quantiles import Quantiles
 from scripts.simulate.setup import Setup
 from scripts.simulate.simulate import ProfiledTrainer
 from scripts.simulate.simulated_run import SimulatedRun
-from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag
 
 PROFILE = Profile(
     step_s=0.02,
@@ -65,6 +56,8 @@ SETUP = Setup(max_num_seqs=8, episodes_per_seat=1, max_staleness=2, group_size=8
 """Eight requests at once on a replica. The driver's work for requests grows with their number."""
 TIMEOUT_S = 20.0
 """rollout.replica_timeout_s of the run: its default would take three times as long to simulate."""
+SECONDS = 20.0
+"""Virtual seconds of steady sampling."""
 WARM_S = 15.0
 """Virtual seconds after which the health monitor compares speeds."""
 DRIVER, BEYOND = "driver", "beyond"
@@ -134,6 +127,7 @@ class Remote:
     engine: ProfiledEngine
     reachable: asyncio.Event
     lost: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    num_workers: int = 1
 
     @property
     def name(self) -> str:
@@ -142,10 +136,6 @@ class Remote:
     @property
     def node(self) -> str:
         return self.replica.name
-
-    @property
-    def num_workers(self) -> int:
-        return 1
 
     async def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Call the replica. In a partition neither question nor answer arrives, until the replica is given up."""
@@ -162,44 +152,16 @@ class Remote:
         finally:
             await self.reachable.wait()
 
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Return a method of the replica, called over the network."""
+        called = getattr(self.replica, method)
+        return lambda *args, **options: self._call(called(*args, **options))
+
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         try:
             return await self._call(self.replica.generate_group(requests))
         except EngineDiedError as error:
             raise ReplicaLostError(str(error)) from error
-
-    async def stage(self, manifest: Manifest) -> None:
-        await self._call(self.replica.stage(manifest))
-
-    async def commit(self, tag: WeightTag) -> CommitReport:
-        return await self._call(self.replica.commit(tag))
-
-    async def receive(self, manifest: Manifest) -> CommitReport:
-        return await self._call(self.replica.receive(manifest))
-
-    async def status(self) -> ReplicaStatus:
-        return await self._call(self.replica.status())
-
-    async def pause(self, mode: PauseMode, clear_cache: bool = False, timeout_s: float | None = None) -> None:
-        await self._call(self.replica.pause(mode, clear_cache, timeout_s))
-
-    async def resume(self) -> float:
-        return await self._call(self.replica.resume())
-
-    async def abort(self, names: Collection[str] | None = None) -> list[str]:
-        return await self._call(self.replica.abort(names))
-
-    async def progress(self, known: Mapping[RequestId, int]) -> ProgressReport:
-        return await self._call(self.replica.progress(known))
-
-    async def stats(self) -> dict[str, float]:
-        return await self._call(self.replica.stats())
-
-    async def sample(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
-        return await self._call(self.replica.sample(prompt_ids, sampling))
-
-    async def wait_dead(self) -> BaseException:
-        return await self._call(self.replica.wait_dead())
 
     def kill(self) -> None:
         if not self.lost.done():
@@ -255,7 +217,7 @@ class Scene:
 
     num_replicas: int
     seconds: float
-    """Virtual seconds of each of the three parts."""
+    """Virtual seconds of steady sampling."""
     meter: CpuMeter = field(default_factory=CpuMeter)
     figures: dict[str, float] = field(default_factory=dict)
 
@@ -343,18 +305,17 @@ def _with_deadlines(config: Config) -> Config:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--seconds", type=float, default=20.0, help="virtual seconds of steady sampling [20]")
     options = parser.parse_args()
-    scenes = []
+    figures = dict[str, Figures]()
     gc.disable()  # a collection looks at the simulated replicas too, whichever task it interrupts
     for count in options.replicas:
-        scene = Scene(count, options.seconds)
+        scene = Scene(count, SECONDS)
         run_virtual(scene.run())
         gc.collect()
-        scenes.append(scene)
-    rows = [[str(scene.num_replicas), *(f"{value:.4g}" for value in scene.figures.values())] for scene in scenes]
-    show_table("the driver, without Ray", ["replicas", *scenes[0].figures], rows)
-    write_json({f"{s.num_replicas}_{name}": value for s in scenes for name, value in s.figures.items()})
+        figures[str(count)] = scene.figures
+    runs = Runs.exact(figures)
+    runs.show("the driver, without Ray")
+    write_json(runs.all_medians())
 
 
 if __name__ == "__main__":

@@ -3,22 +3,14 @@
 python -m scripts.bench.trainer [--repeats 3]
 
 - `logprobs`: logprobs and entropies of random hidden states, forward and backward in float32 on the CPU. The arms are
-  `fused` (`trainer/worker/token_logprobs.py`) and `checkpointed` (logits in chunks of 2^27 that the backward pass
-  computes again). `tiny` is the same for a micro-batch of the default run, whose logits are one chunk. Memory is
-  counted on torch's `meta` device, where tensors have sizes only: the bytes that are alive at once, gradients
-  included, hidden states and weight not. `dense` is all logits at once.
-- `packing`: forward and backward of a model of 3 layers of width 256 over 32 sequences, whose lengths are log-normal:
-  `packed` puts them end to end in rows of 2,048 tokens, `rows` gives each a padded row, sorted by length. Tokens are
-  those of the sequences, seconds those of the process on its core.
+  `fused` (`trainer/worker/token_logprobs.py`) and `checkpointed` (logits in chunks that the backward pass computes
+  again). `_tiny` is the same for a micro-batch of the default run. Memory is counted on torch's `meta` device: the
+  bytes that are alive at once, gradients included, hidden states and weight not. `dense` is all logits at once.
+- `packing`: forward and backward of a small model over sequences of log-normal lengths: `packed` puts them end to end,
+  `rows` gives each a padded row, sorted by length. Seconds are those of the process on its core.
 
-The last line is JSON, with medians over the repetitions:
-
-    logprobs_seconds_<arm>, logprobs_gb_<arm>
-    logprobs_speedup, logprobs_speedup_tiny     seconds checkpointed over fused
-    logprobs_memory_over_dense                  fused over dense
-    logprobs_difference_ppm                     of the gradients, in millionths of them
-    packing_tokens_per_s_<arm>, packing_padding_share_<arm>
-    packing_speedup                             seconds of rows over packed
+Speedups are seconds of the other arm over those of `fused` and `packed`. logprobs_difference_ppm is that of the
+gradients, in millionths of them.
 """
 
 import asyncio
@@ -33,10 +25,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema import Layout
-from rollout.types import Prompt, Trajectory, TrajectoryGroup
+from rollout.types import TrajectoryGroup
 from scripts.bench.harness import Figures, Runs, make_arms, make_parser, show_figures, take_turns
-from scripts.bench.tree import make_sequence
 from scripts.observe.tables import write_json
+from scripts.plan.rehearsal.rehearsal import make_group
 from trainer.batch import assemble
 from trainer.tiny.model import VOCAB_SIZE, ModelSize, build_model
 from trainer.tokens import sampled_tokens
@@ -248,14 +240,7 @@ def make_groups(shape: PackingShape) -> list[TrajectoryGroup]:
     """Return groups of a single response each, so that nothing is shared."""
     random = np.random.default_rng(0)
     lengths = np.exp(random.normal(np.log(shape.response), SPREAD, shape.sequences)).astype(int).clip(2, shape.longest)
-    groups = []
-    for ordinal, length in enumerate(lengths.tolist()):
-        ids = random.integers(4, VOCAB_SIZE, PROMPT + length).astype(np.int32)
-        sequence = make_sequence(ids[:PROMPT], ids[PROMPT:], np.ones(length, np.bool_))
-        trajectory = Trajectory(sequences=(sequence,), reward=0.0, finish_reason="stop", text="", replica="")
-        prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(ids[:PROMPT].tolist()), ground_truth="")
-        groups.append(TrajectoryGroup(prompt=prompt, trajectories=(trajectory,)))
-    return groups
+    return [make_group(ordinal, PROMPT, length, 1) for ordinal, length in enumerate(lengths.tolist())]
 
 
 if __name__ == "__main__":

@@ -3,19 +3,10 @@ on two cores.
 
 python -m scripts.bench.tree [--repeats 5]
 
-Groups of sessions on one CPU core, with random tokens and weights. A turn is an answer of the model and as many tokens
-of the other side. The arms `tree` and `rows` train the same step.
-
-- linear: no branches; the prompt is three quarters of every sequence, and shared by the group.
-- branches: the same, and each turn of a session was sampled twice: a second answer branches off that leads no further.
-- nothing: no branches, and every session has a prompt of its own.
-
-The last line is JSON, with medians over the repetitions for each of the three:
-
-    tokens_tree_<name>, tokens_rows_<name>     tokens computed, padding included
-    seconds_tree_<name>, seconds_rows_<name>   layout, forward and backward of the step
-    tokens_ratio_<name>, seconds_ratio_<name>  tree over rows
-    loss_difference_ppm_<name>                 of the two losses, in millionths of them
+Groups of sessions on one CPU core, with random tokens and weights. The arms `tree` and `rows` train the same step. The
+prompt is three quarters of every sequence, and shared by the group in `linear`, which has no branches, and `branches`,
+where a second answer branches off in each turn. In `nothing`, every session has a prompt of its own. Tokens are those
+computed, padding included; seconds those of layout, forward and backward; ratios tree over rows.
 """
 
 import asyncio

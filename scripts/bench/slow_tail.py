@@ -1,26 +1,16 @@
 """The question: is anything slow left out of the training, and what does it cost to leave nothing out? Two minutes.
 
-python -m scripts.bench.slow_tail [--quick] [--picture PATH]
+python -m scripts.bench.slow_tail [--picture PATH]
 
 One prompt in eight needs a tool that takes 30 to 60 minutes, drawn for each of its episodes; the other answers take
-seconds. The real scheduling trains on them with simulated engines on a virtual clock (simulated_job.py), for
-max_staleness 0, 2 and 8: with stale_policy=wait, and beside it with drop and mask. Repeats exactly.
-
-The distance is the one that a run logs (trainer/tracking/coverage.py): between the lengths, the turns and the tool
-times of what is trained and of what was claimed, the largest of all windows of ten steps. The limit is what arithmetic
-allows a trainer that waits. One that leaves out what is slow has none.
-
-The last line is JSON:
-
-    <policy>_<S>_distance           the largest distance of a measure in a window
-    <policy>_<S>_left_out           the share of claimed trajectories that were not trained
-    <policy>_<S>_with_tool          the share of the trained trajectories that have a tool; `claimed_with_tool`: of all
-    <policy>_<S>_samples_per_s      trajectories trained per second
-    wait_<S>_share_of_limit         the time that arithmetic allows over the time that was taken
+seconds. The real scheduling trains on them with simulated engines on a virtual clock. The arms are
+<stale_policy>_<max_staleness>. The distance is the one that a run logs (trainer/tracking/coverage.py), the largest of
+all windows of ten steps. `share_of_limit` is the time that arithmetic allows a trainer that waits over the time that
+was taken (simulated_job.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +21,9 @@ from numpy.typing import NDArray
 
 from configs.schema import StalePolicy
 from scripts.bench.common import LogNormalLengths
-from scripts.bench.harness import Figures, make_parser, progress
+from scripts.bench.harness import Figures, Runs, make_parser, progress
 from scripts.bench.simulated_job import Job, Outcome, run_job, throughput_seconds, window_seconds
-from scripts.observe.tables import show_table, write_json
+from scripts.observe.tables import write_json
 from scripts.simulate.stand_ins import Nothing
 from trainer.tracking.coverage import DISTANCES, WINDOW_STEPS, Coverage, measures
 
@@ -42,8 +32,21 @@ ARMS = (
     *((policy, max_staleness) for policy in (StalePolicy.drop, StalePolicy.mask) for max_staleness in (2, 8)),
 )
 """The policies make no difference with max_staleness=0, where nothing can be late."""
-FIGURES = ("distance", "left_out", "with_tool", "samples_per_s")
-"""The figures of the last line."""
+COLUMNS = {
+    "distance": ".3f",
+    "left_out": ".1%",
+    "with_tool": ".1%",
+    "claimed_with_tool": ".1%",
+    "with_tool_least": ".1%",
+    "with_tool_most": ".1%",
+    "tokens": ".0f",
+    "claimed_tokens": ".0f",
+    "masked": ".1%",
+    "samples_per_s": ".2f",
+    "share_of_limit": ".3f",
+}
+"""The figures and their formats: shares of the trajectories that were trained, or of all that were claimed, the least
+and the most in ten steps, and mean sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +119,8 @@ class Arm:
     outcome: Outcome
     covered: Covered
     share_of_limit: float
-    """The time that arithmetic allows a trainer that waits over the time that was taken."""
+    """The time that arithmetic allows a trainer that waits over the time that was taken. One that leaves out what is
+    slow has no such limit, and may be above 1."""
 
     @property
     def name(self) -> str:
@@ -131,30 +135,27 @@ class Arm:
             "distance": max(self.covered.largest[name] for name in DISTANCES),
             "left_out": len(self.covered.left_out) / len(claimed),
             "with_tool": with_tool(trained),
+            "claimed_with_tool": with_tool(claimed),
             "with_tool_least": min(by_block),
             "with_tool_most": max(by_block),
             "tokens": float(trained[:, 0].mean()),
+            "claimed_tokens": float(claimed[:, 0].mean()),
             "masked": self.covered.masked_tokens / claimed[:, 0].sum(),
             "samples_per_s": len(trained) / self.outcome.seconds,
+            "share_of_limit": self.share_of_limit,
         }
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="30 steps, to see that it works")
     parser.add_argument("--picture", type=Path, help="where to draw the distributions of how long episodes take")
     options = parser.parse_args()
-    arms = run_arms(replace(JOB, num_steps=30) if options.quick else JOB)
-    show(arms)
+    arms = {arm.name: arm for arm in (run_arm(JOB, policy, max_staleness) for policy, max_staleness in ARMS)}
+    runs = Runs.exact({name: arm.figures for name, arm in arms.items()})
+    runs.show("an eighth of the prompts with tools of 30 to 60 minutes", COLUMNS)
     if options.picture is not None:
-        draw(arms, options.picture)
-    figures = {f"{arm.name}_{name}": arm.figures[name] for arm in arms for name in FIGURES}
-    limits = {f"{arm.name}_share_of_limit": arm.share_of_limit for arm in arms if arm.policy is StalePolicy.wait}
-    write_json({**figures, **limits, "claimed_with_tool": with_tool(arms[0].covered.claimed)})
-
-
-def run_arms(job: Job, arms: Sequence[tuple[StalePolicy, int]] = ARMS) -> list[Arm]:
-    return [run_arm(job, policy, max_staleness) for policy, max_staleness in arms]
+        draw([*arms.values()], options.picture)
+    write_json(runs.all_medians())
 
 
 def run_arm(job: Job, policy: StalePolicy, max_staleness: int) -> Arm:
@@ -176,38 +177,6 @@ def run_arm(job: Job, policy: StalePolicy, max_staleness: int) -> Arm:
 def with_tool(values: NDArray[np.float64]) -> float:
     """Return the share of trajectories of more than one turn."""
     return float(np.mean(values[:, 1] > 1))
-
-
-def show(arms: Sequence[Arm]) -> None:
-    rows = []
-    for arm in arms:
-        figures, claimed = arm.figures, arm.covered.claimed
-        waits = arm.policy is StalePolicy.wait
-        rows.append(
-            [
-                f"{arm.policy.value}, {arm.max_staleness}",
-                f"{figures['distance']:.3f}",
-                f"{figures['left_out']:.1%}",
-                f"{figures['with_tool']:.1%} of {with_tool(claimed):.1%}",
-                f"{figures['with_tool_least']:.1%}..{figures['with_tool_most']:.1%}",
-                f"{figures['tokens']:.0f} of {claimed[:, 0].mean():.0f}",
-                f"{figures['masked']:.1%}",
-                f"{figures['samples_per_s']:.2f}",
-                f"{arm.share_of_limit:.3f}" if waits else "",
-            ]
-        )
-    header = [
-        "distance",
-        "left out",
-        "with a tool",
-        "in ten steps",
-        "mean tokens",
-        "tokens masked",
-        "samples/s",
-        "of limit",
-    ]
-    title = "an eighth of the prompts with tools of 30 to 60 minutes; `of`: of what was claimed"
-    show_table(title, ["stale_policy, max_staleness", *header], rows)
 
 
 def draw(arms: Sequence[Arm], path: Path) -> None:

@@ -5,36 +5,17 @@ python -m scripts.bench.weight_sync [--sizes 1 50 500] [--repeats 3] [--seconds 
 One vLLM engine with 33 requests of about 100 prompt tokens in flight, random models of 1M, 50M and 500M parameters
 (float32 on CPU, bfloat16 on a GPU), updated as updates.py says, which also says what a pause is.
 
-- `pause`: over the floor, which is one memcpy of the weights' bytes, by one thread, while the engine is idle. Inside
-  the pause are, besides the engine's stop and go:
-    staged, any transport      a copy of the staged weights over the live ones; everything else comes before
-    inside, shared_memory      reading a file that was written before: checksums and the model's loading code
-    inside, collective         rendezvous, packing, broadcast by gloo, checksums and the model's loading code
-    adapter, shared_memory     as staged: of rank 8 for all matrices of the layers, merged before
-  Collective uses gloo through host memory everywhere: on a single GPU, NCCL cannot have both sides.
+- `pause`: over the floor, which is one memcpy of the weights' bytes, by one thread, while the engine is idle. Staged
+  arms copy the staged weights over the live ones inside the pause; `inside` arms transfer, check and load there, too.
+  `adapter` is staged, of rank 8 for all matrices of the layers, merged before. Collective uses gloo through host
+  memory: on a single GPU, NCCL cannot have both sides. Ratios are those of the largest size that ran.
 - `keep`: an update with pause_mode=keep against abort, where requests continue from their tokens, and against keep with
   in_flight_kv=recompute: tokens/s after the start of the update, and the tokens computed again, which are counted at
   the worker's model runner for all three.
 - `fleet`: whole updates of 1 to 256 simulated replicas, in one process on the real clock. Publish, stage, pause, swap,
   verify and resume are the real code; an engine takes 20 ms to swap, and no time for the rest. The manifest describes a
-  model of 7B parameters, sharded over 8 trainer ranks, and is pickled as for Ray's object store. In a run every replica
-  is a process: here the CPU time per replica has neither Ray's share nor the replica's unpickling in it.
-
-The last line is JSON, with medians; ratios are of neighbours. "Largest" is the largest size that ran.
-
-    pause_over_floor              largest, staged, shared_memory: pause over floor
-    pause_ms_<size>m              each size, staged, shared_memory: the pause in milliseconds
-    inside_over_staged, inside_over_staged_shared_memory
-                                  largest, collective and shared_memory: pause of inside over pause of staged
-    adapter_over_full, adapter_bytes_over_full
-                                  largest: an adapter's update over that of all weights, staged, shared_memory
-    publish_over_memcpy           largest: throughput of publishing into shared memory over that of memcpy, engine idle
-    <way>_reprefill_tokens, <way>_tokens_per_s
-                                  keep, abort, recompute (50M, or the smallest that ran)
-    fleet_256_over_1              time of an update of 256 replicas over that of 1
-    fleet_log_bound               1 + log2(256)
-    fleet_cpu_us_per_replica      microseconds of CPU time per replica of an update, the bottleneck of large fleets
-    fleet_s_256                   seconds of an update of 256 replicas
+  model of 7B parameters, sharded over 8 trainer ranks, and is pickled as for Ray's object store. The CPU time per
+  replica has neither Ray's share nor the replica's unpickling in it. fleet_log_bound is 1 + log2(256).
 """
 
 import asyncio
@@ -129,7 +110,7 @@ def main() -> None:
     run_parts(
         options,
         {
-            "fleet": lambda: asyncio.run(measure_fleets(options.repeats)),
+            "fleet": lambda: measure_fleets(options.repeats),
             "pause": lambda: _each_size(options, "pause", measure_pauses, sorted(options.sizes)),
             "keep": lambda: _each_size(
                 options, "keep", measure_keep, [KEEP_SIZE if KEEP_SIZE in options.sizes else min(options.sizes)]

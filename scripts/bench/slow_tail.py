@@ -9,7 +9,7 @@ all windows of ten steps. `share_of_limit` is the time that arithmetic allows a 
 was taken (simulated_job.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from configs.schema import StalePolicy
 from scripts.bench.common import LogNormalLengths
 from scripts.bench.harness import Figures, Runs, make_parser, progress
-from scripts.bench.simulated_job import Job, Outcome, run_job, throughput_seconds, window_seconds
+from scripts.bench.simulated_job import Job, run_job, throughput_seconds, window_seconds
 from scripts.observe.tables import write_json
 from scripts.simulate.stand_ins import Nothing
 from trainer.tracking.coverage import DISTANCES, WINDOW_STEPS, Coverage, measures
@@ -81,8 +81,6 @@ class Covered(Nothing):
     """A recorder that keeps what was trained and what was left out, and the largest distances of all windows."""
 
     coverage: Coverage
-    block: int
-    """Trajectories of ten steps."""
     trained: list[Sequence[float]] = field(default_factory=list)
     """The measures of each trajectory with a loss token, in the order of training."""
     left_out: list[Sequence[float]] = field(default_factory=list)
@@ -112,66 +110,42 @@ class Covered(Nothing):
         return np.array([*self.trained, *self.left_out])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    policy: StalePolicy
-    max_staleness: int
-    outcome: Outcome
-    covered: Covered
-    share_of_limit: float
-    """The time that arithmetic allows a trainer that waits over the time that was taken. One that leaves out what is
-    slow has no such limit, and may be above 1."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.policy.value}_{self.max_staleness}"
-
-    @property
-    def figures(self) -> Figures:
-        trained, claimed = np.array(self.covered.trained), self.covered.claimed
-        block = self.covered.block
-        by_block = [with_tool(trained[start : start + block]) for start in range(0, len(trained) - block + 1, block)]
-        return {
-            "distance": max(self.covered.largest[name] for name in DISTANCES),
-            "left_out": len(self.covered.left_out) / len(claimed),
-            "with_tool": with_tool(trained),
-            "claimed_with_tool": with_tool(claimed),
-            "with_tool_least": min(by_block),
-            "with_tool_most": max(by_block),
-            "tokens": float(trained[:, 0].mean()),
-            "claimed_tokens": float(claimed[:, 0].mean()),
-            "masked": self.covered.masked_tokens / claimed[:, 0].sum(),
-            "samples_per_s": len(trained) / self.outcome.seconds,
-            "share_of_limit": self.share_of_limit,
-        }
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--picture", type=Path, help="where to draw the distributions of how long episodes take")
     options = parser.parse_args()
-    arms = {arm.name: arm for arm in (run_arm(JOB, policy, max_staleness) for policy, max_staleness in ARMS)}
-    runs = Runs.exact({name: arm.figures for name, arm in arms.items()})
+    arms = {f"{policy.value}_{max_staleness}": run_arm(JOB, policy, max_staleness) for policy, max_staleness in ARMS}
+    runs = Runs.exact({name: figures for name, (figures, _) in arms.items()})
     runs.show("an eighth of the prompts with tools of 30 to 60 minutes", COLUMNS)
     if options.picture is not None:
-        draw([*arms.values()], options.picture)
+        draw({name: covered for name, (_, covered) in arms.items()}, options.picture)
     write_json(runs.all_medians())
 
 
-def run_arm(job: Job, policy: StalePolicy, max_staleness: int) -> Arm:
+def run_arm(job: Job, policy: StalePolicy, max_staleness: int) -> tuple[Figures, Covered]:
     """Train the whole job."""
-    window, size = WINDOW_STEPS * job.prompts_per_step, job.group_size
-    covered = Covered(Coverage(window=window, group_size=size), window * size)
-    outcome = run_job(job, max_staleness, policy=policy, recorder=covered)
+    window, block = WINDOW_STEPS * job.prompts_per_step, WINDOW_STEPS * job.prompts_per_step * job.group_size
+    covered = Covered(Coverage(window=window, group_size=job.group_size))
+    seconds = run_job(job, max_staleness, policy=policy, recorder=covered).seconds
     limit_s = max(throughput_seconds(job), window_seconds(job, max_staleness))
-    progress(f"{policy.value}, max_staleness={max_staleness}: {outcome.seconds / 3600:.1f} virtual hours")
-    return Arm(
-        policy=policy,
-        max_staleness=max_staleness,
-        outcome=outcome,
-        covered=covered,
-        share_of_limit=limit_s / outcome.seconds,
-    )
+    progress(f"{policy.value}, max_staleness={max_staleness}: {seconds / 3600:.1f} virtual hours")
+    trained, claimed = np.array(covered.trained), covered.claimed
+    by_block = [with_tool(trained[start : start + block]) for start in range(0, len(trained) - block + 1, block)]
+    figures = {
+        "distance": max(covered.largest[name] for name in DISTANCES),
+        "left_out": len(covered.left_out) / len(claimed),
+        "with_tool": with_tool(trained),
+        "claimed_with_tool": with_tool(claimed),
+        "with_tool_least": min(by_block),
+        "with_tool_most": max(by_block),
+        "tokens": float(trained[:, 0].mean()),
+        "claimed_tokens": float(claimed[:, 0].mean()),
+        "masked": covered.masked_tokens / claimed[:, 0].sum(),
+        "samples_per_s": len(trained) / seconds,
+        # A trainer that leaves out what is slow has no such limit, and may be above 1.
+        "share_of_limit": limit_s / seconds,
+    }
+    return figures, covered
 
 
 def with_tool(values: NDArray[np.float64]) -> float:
@@ -179,17 +153,17 @@ def with_tool(values: NDArray[np.float64]) -> float:
     return float(np.mean(values[:, 1] > 1))
 
 
-def draw(arms: Sequence[Arm], path: Path) -> None:
+def draw(arms: Mapping[str, Covered], path: Path) -> None:
     """Plot how long the episodes take that are trained, and all that are claimed, as cumulative distributions."""
     figure = Figure(figsize=(7, 4))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    first, *others = (arm for arm in arms if arm.policy is not StalePolicy.mask and arm.max_staleness)
-    axes.plot(*_cumulated(first.covered.claimed), color="0.7", linewidth=6, label="claimed")
-    for arm in (first, *others):
-        style = "-" if arm.policy is StalePolicy.wait else "--"
-        label = f"trained, stale_policy={arm.policy.value}, max_staleness={arm.max_staleness}"
-        axes.plot(*_cumulated(np.array(arm.covered.trained)), style, label=label)
+    axes.plot(*_cumulated(arms["wait_2"].claimed), color="0.7", linewidth=6, label="claimed")
+    for name in ("wait_2", "wait_8", "drop_2", "drop_8"):
+        policy, _, bound = name.partition("_")
+        label = f"trained, stale_policy={policy}, max_staleness={bound}"
+        style = "-" if policy == StalePolicy.wait.value else "--"
+        axes.plot(*_cumulated(np.array(arms[name].trained)), style, label=label)
     axes.set(
         xscale="log", xlabel="seconds of an episode", ylabel="share of the trajectories up to there", ylim=(0, 1.02)
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from rollout.environments.sandbox.launching import (
     unavailable,
 )
 
+logger = logging.getLogger(__name__)
 HEADER = struct.Struct("!I")
 MAX_ANSWER_BYTES = 65_536
 """The longest answer of process 1, without the output or file that comes with it."""

@@ -110,6 +110,7 @@ ALL = (
             "MSWEA_CONFIGURED": "true",  # or it asks for a model and a key
             "MSWEA_COST_TRACKING": "ignore_errors",  # the policy has no price
             "LITELLM_LOCAL_MODEL_COST_MAP": "true",  # or it is downloaded in every episode
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # or it asks on for minutes when its session has had its turns
         },
     ),
 )

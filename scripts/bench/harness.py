@@ -11,15 +11,13 @@ by runs that stand next to each other:
 What runs on a virtual clock has the same figures each time, and is run once: `Runs.exact({"packed": {...}})`.
 """
 
-import asyncio
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import isawaitable, iscoroutine
+from inspect import isawaitable
 from statistics import median
-from typing import Any
 
 from scripts.observe.tables import show_table, write_json
 
@@ -130,11 +128,10 @@ def make_parser(doc: str | None, *, repeats: int | None = None, parts: Sequence[
     return parser
 
 
-def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures | Coroutine[Any, Any, Figures]]]) -> None:
+def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures]]) -> None:
     """Run the parts that `--only` names, and write the figures of all as the last line."""
     figures: dict[str, float] = {}
     for name, part in parts.items():
         if name in options.only:
-            measured = part()
-            figures |= asyncio.run(measured) if iscoroutine(measured) else measured
+            figures |= part()
     write_json(figures)

@@ -1,4 +1,4 @@
-"""A tiny model that says one of a few texts in each of its turns, each about as often: a policy for whole runs whose
+"""A tiny model that says one of a few texts in each of its turns, by chance: a policy for whole runs whose
 agents need answers that mean something to them."""
 
 from collections.abc import Sequence
@@ -18,12 +18,14 @@ VOCAB_SIZE = 4096
 END = "<|im_end|>"
 LOUD = 16.0
 """The logit of what is said: all other tokens together are said once in two thousand times."""
+LOUDER = 0.5
+"""What is added to the logit of the first text, which is so what a policy without a temperature says."""
 WIDTH = 64
 
 
 def write_saying_model(folder: Path, texts: Sequence[str], max_tokens: int) -> Path:
     """Write the model, which reads up to `max_tokens`. Each text is one token, which follows the line break that ends
-    the head of a turn, and the end of the turn follows each text."""
+    the head of a turn, and the end of the turn follows each text. The first text is the likeliest."""
     tokenizer = tiny.build_tokenizer((path.read_text() for path in sorted(ROOT.glob("docs/*.md"))), VOCAB_SIZE)
     tokenizer.add_special_tokens({"eos_token": END, "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.add_tokens([*(AddedToken(text, normalized=False) for text in texts)])  # pyright: ignore[reportArgumentType]
@@ -33,6 +35,7 @@ def write_saying_model(folder: Path, texts: Sequence[str], max_tokens: int) -> P
     line_break = tokenizer.encode("\n", add_special_tokens=False)
     model = _untrained(len(tokenizer), max_tokens, end)
     _follow(model, [(line_break, said), (said, [end])])
+    model.lm_head.weight.data[said[0]] *= 1 + LOUDER / LOUD
     tiny.write_model_directory(folder, model, tokenizer)
     return folder
 

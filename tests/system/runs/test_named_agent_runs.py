@@ -50,11 +50,11 @@ CASES: Mapping[str, Case] = {
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", CASES)
 def test_an_agent_is_trained_on_what_was_sampled(name: str, tmp_path: Path) -> None:
-    """The policy works or ends its episode in each turn, by chance."""
+    """The policy works or ends its episode in each turn, by chance; in an evaluation it ends it at once."""
     case, agent = CASES[name], NAMED_AGENTS[name]
     if (reason := INSTALLS[name.replace("_", "-")].reason_to_skip()) is not None:
         pytest.skip(reason)
-    model = write_saying_model(tmp_path / "model", [case.work, case.end], agent.context)
+    model = write_saying_model(tmp_path / "model", [case.end, case.work], agent.context)
     path = path_with(agent, tmp_path / "bin")
     keys = [f"rollout.agent={name}", f"data.max_prompt_tokens={agent.context - 2048}"]
     with started(tmp_path, *small(model), *SIZES, *keys, PATH=path) as run:

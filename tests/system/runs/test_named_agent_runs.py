@@ -17,7 +17,7 @@ from tests.support.whole_runs import Run, check_tokens, small, started, trained
 STEPS, GROUP_SIZE = 3, 2
 SIZES = f"""
 trainer.total_steps={STEPS} trainer.prompts_per_step=1 algorithm.group_size={GROUP_SIZE} trainer.eval_every=0
-data.num_val=4 rollout.max_response_tokens=2048 rollout.max_num_seqs=8 rollout.max_staleness=1
+data.num_val=1 rollout.max_response_tokens=2048 rollout.max_num_seqs=8 rollout.max_staleness=1
 rollout.max_failed_rewards=0 sessions.max_turn_tokens=16 sessions.max_turns=32
 """.split()
 WORK, SEEN = "echo seen $((6 * 7))", "seen 42"

@@ -1,10 +1,14 @@
 """What a sandbox shows for a command: what its program needs, and no more."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rollout.environments.sandbox import staging
 from rollout.environments.sandbox.programs import Shown, needed, outermost, shown_for, words_of
 from rollout.environments.sandbox.staging import closed_folders
 
@@ -88,3 +92,14 @@ def test_the_outermost_folder_that_only_its_owner_may_enter_is_found(tmp_path: P
     inside, closed = f"{tmp_path}/open/closed/closed/file", f"{tmp_path}/open/closed"
     assert closed_folders([inside, f"{tmp_path}/open/file", closed], user=os.getuid() + 1) == [closed]
     assert closed_folders([inside], user=os.getuid()) == [], "its owner may"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root covers folders")
+def test_a_program_starts_though_the_modules_of_python_are_out_of_sight() -> None:
+    """As they are where Python is below /root, which only root may enter."""
+    shown = f"{sys.base_prefix}/bin"
+    words = [sys.executable, "-I", "-S", staging.__file__, json.dumps([shown]), "65534", "ls", shown]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    if "may mount nothing" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0 and "python3" in done.stdout.split(), done.stderr

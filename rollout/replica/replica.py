@@ -82,6 +82,7 @@ class RolloutReplica:
         self._swapped: deque[tuple[float, int]] = deque(maxlen=16)
         """The times, on the event loop's clock, at which the last versions went live: no token of one came before."""
         self._counters = Counter(trajectories=0, aborted=0, continued=0, prompt_tokens=0, cached_tokens=0)
+        self._turns = self._forgotten = 0  # ended, and those of which the KV cache did not hold the turns before
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Generate all requests concurrently, so that they share the prefix."""
@@ -138,6 +139,8 @@ class RolloutReplica:
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=completion.cached_tokens,
         )
+        self._turns += 1
+        self._forgotten += _is_forgotten(request, completion)
         return completion
 
     async def _generate_whole(self, request: GenerationRequest) -> tuple[Completion, int]:
@@ -382,6 +385,10 @@ class RolloutReplica:
             paused=self._control.frozen,
             busy_s=usage.busy_s,
             request_s=usage.request_s,
+            waiting=len(self._engine.admission.waiting),
+            kv_usage=self._engine.kv_usage(),
+            turns=self._turns,
+            computed_again=self._forgotten,
             deltas=self._log.deltas(known, partials),
             events=self._events.take(),
         )
@@ -432,6 +439,12 @@ def _with_kept(part: GenerationRequest, completion: Completion) -> Completion:
             "rollout.min_p=0"
         )
     return completion
+
+
+def _is_forgotten(request: GenerationRequest, completion: Completion) -> bool:
+    """Return whether most of the earlier turns of its episode had to be computed again."""
+    earlier = len(request.prompt_ids) - (request.num_observed or 0)
+    return request.request_id.turn > 0 and 2 * completion.cached_tokens < earlier
 
 
 def _turn(request_id: RequestId) -> dict[str, Any]:

@@ -1,0 +1,234 @@
+"""Decides how many episodes a replica has at most (rollout.concurrency=auto), from what the replicas report.
+
+There are two candidates, and averages say what each comes to, so that no number is searched for:
+
+- Fill every seat: with as many episodes that none is empty, though some wait for their tools (Little's law).
+- Keep the cache: with as many episodes as have room in the KV cache. With more, those that come back from their tools
+  find that others have pushed their conversation out, and all of it is computed again.
+
+Which of the two samples more tokens depends on the tools: slow ones leave an engine idle that keeps its cache. Answers
+of one turn have nothing to lose between turns. So the second candidate counts only where turns are computed again.
+"""
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+
+from configs.rollout import Concurrency, RolloutConfig
+from rollout.router import max_inflight
+
+logger = logging.getLogger(__name__)
+CROWDED, CALM = 0.15, 0.05
+"""The share of turns computed again from which on the cache has too many episodes, and below which it may take more."""
+DOWN, UP, RECOVERY = 0.9, 1.1, 1.01
+"""The factors by which the estimate of what the cache holds is corrected when it is crowded or calm. After it was
+crowded, the estimate rises more slowly, but it rises: a window may be crowded by chance."""
+GAIN = 1.05
+"""The advantage in tokens per second that the other candidate must promise."""
+MEMORY = 100
+"""The windows after which the speed of the other candidate is forgotten, so that it is tried again."""
+WINDOW_S = 30.0
+"""The shortest window in seconds."""
+MOST_PER_SEAT = 8
+"""The most episodes for each seat."""
+
+
+class Candidate(Enum):
+    seats = "fill every seat"
+    cache = "keep the cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Means over a while, for one replica."""
+
+    rate: float
+    """Tokens per second."""
+    again: float
+    """The share of turns whose conversation was not in the KV cache any more."""
+    in_flight: float
+    """Episodes that have room on it."""
+    inside: float
+    """Requests inside the engine."""
+    waiting: float
+    """Requests that wait for a seat."""
+    kv_usage: float
+    """The share of the KV cache that the requests inside need; 0 where the engine does not say."""
+
+    @property
+    def fits(self) -> float:
+        """The episodes for which the cache has room, if all are as large as those inside."""
+        return self.inside / self.kv_usage if self.kv_usage > 0 else float("inf")
+
+    @property
+    def per_seat(self) -> float:
+        """The episodes that keep one seat busy: those in it and at their tools, for each that is in it."""
+        return (self.in_flight - self.waiting) / self.inside
+
+    @property
+    def at_tools(self) -> float:
+        """Episodes that ask for nothing now."""
+        return max(0.0, self.in_flight - self.inside - self.waiting)
+
+
+class ConcurrencyController:
+    """Says how many episodes a replica may have. It has neither clock nor fleet.
+
+    Example, with 64 seats and a cache that holds 30 episodes:
+        136, half of the turns computed again, 20 at tools -> 34   # keep the cache; half a group comes on top
+        34, none of them, 40% more tokens/s                -> 37   # it may hold more
+        37, tools have become slow, half the tokens/s      -> 136  # fill every seat
+    """
+
+    def __init__(self, seats: int, first: int, most: int, group_size: int):
+        """`first`: the limit at first, which is not undercut to fill seats. `most`: the highest one."""
+        self.limit = self._first = first
+        self._seats, self._most, self._group_size = seats, most, group_size
+        self.candidate = Candidate.seats
+        self._rates: dict[Candidate, tuple[int, float]] = {}  # the number of its last window, and its tokens per second
+        self._number = 0
+        self._fits = 0.0
+        self._correction, self._most_correction = 1.0, float("inf")
+
+    def decide(self, window: Window) -> int:
+        """Return the number of episodes that each replica may have from now on."""
+        if window.inside <= 0:
+            return self.limit
+        self._number += 1
+        self._rates[self.candidate] = self._number, window.rate
+        fits = min(window.fits, 2.0 * self._most)
+        self._fits = (self._fits + fits) / 2 if self._fits else fits
+        if self.candidate is Candidate.cache:
+            self._correct(window)
+        other = Candidate.cache if self.candidate is Candidate.seats else Candidate.seats
+        if self._promise(other, window) > GAIN * window.rate:
+            self.candidate = other
+        seats = max(self._first, int(min(self._most, self._first * window.per_seat)))
+        self.limit = seats if self.candidate is Candidate.seats else min(seats, self._to_keep_cache())
+        return self.limit
+
+    def _to_keep_cache(self) -> int:
+        """Add half a group to what has room: a group comes when there is room for all of it, so that the number of
+        episodes lies between the limit and a group less."""
+        fits = min(float(self._most), self._fits * self._correction)
+        return max(2 * self._group_size, int(fits + self._group_size / 2))
+
+    def _promise(self, other: Candidate, window: Window) -> float:
+        """Return the tokens per second of the other candidate: what it had, or the most that it can have. With fewer
+        episodes than now are at tools, the engine would soon be idle."""
+        if other is Candidate.seats:
+            bound = window.rate * self._seats / window.inside
+        elif window.again > CROWDED:
+            bound = window.rate * self._fits * self._correction / max(1.0, window.at_tools)
+        else:
+            return 0.0
+        number, rate = self._rates.get(other, (0, bound))
+        return bound if self._number - number > MEMORY else min(bound, rate)
+
+    def _correct(self, window: Window) -> None:
+        """Correct the estimate of what the cache holds: prefixes that episodes share are counted for each of them."""
+        if window.again > CROWDED:
+            self._correction *= DOWN
+            self._most_correction = self._correction
+        elif window.again < CALM and window.in_flight > self.limit - self._group_size:
+            self._most_correction *= RECOVERY
+            self._correction = min(self._most_correction, UP * self._correction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The state of a replica at one moment. Tokens, turns and the like are counted since its start."""
+
+    time: float
+    in_flight: int
+    assigned: int
+    """Episodes that it ever had."""
+    tokens: int
+    turns: int
+    """Turns that have ended."""
+    again: int
+    """Turns whose conversation was not in the KV cache any more."""
+    inside: int
+    waiting: int
+    kv_usage: float | None = None
+    is_paused: bool = False
+
+
+class AdaptiveConcurrency:
+    """Measures windows over all replicas, and holds the limit that they share. Nothing that runs is stopped: what a
+    replica has beyond a lower limit stays there until it has ended.
+
+    Example: router.limit(concurrency.take("replica-0", look))  # with every report of a replica
+    """
+
+    def __init__(self, controller: ConcurrencyController, window_s: float = WINDOW_S):
+        """`window_s`: the shortest window in seconds."""
+        self._controller, self._window_s = controller, window_s
+        self.restart()
+
+    @property
+    def limit(self) -> int:
+        return self._controller.limit
+
+    def restart(self) -> None:
+        """Forget the looks, and keep the limit: the replicas are others, or have done other work since."""
+        self._looks = dict[str, Look]()
+        self._is_settled = False
+        self._begin()
+
+    def take(self, name: str, look: Look) -> int:
+        """Take in a look at one replica. Returns the number of episodes that each may have from now on."""
+        before = self._looks.get(name)
+        self._looks[name] = look
+        if before is None or look.is_paused or before.is_paused or look.in_flight > self.limit:
+            return self.limit
+        self._add(before, look)
+        if self._seconds < self._window_s or self._assigned < self._num_in_flight(look.time):
+            return self.limit
+        limit, is_settled = self.limit, self._is_settled
+        if is_settled and self._controller.decide(self._window()) != limit:
+            logger.info("rollout.concurrency=auto: %d episodes per replica, after %d", self.limit, limit)
+        # The episodes that are new since a rise are all young in the first window after it.
+        self._is_settled = not is_settled or self.limit <= limit
+        self._begin()
+        return self.limit
+
+    def _begin(self) -> None:
+        self._seconds = self._in_flight_s = self._inside_s = self._waiting_s = self._kv_s = 0.0
+        self._tokens = self._turns = self._again = self._assigned = 0
+
+    def _add(self, before: Look, look: Look) -> None:
+        seconds = look.time - before.time
+        self._seconds += seconds
+        self._in_flight_s += seconds * look.in_flight
+        self._inside_s += seconds * look.inside
+        self._waiting_s += seconds * look.waiting
+        self._kv_s += seconds * (look.kv_usage or 0.0)
+        self._tokens += look.tokens - before.tokens
+        self._turns += look.turns - before.turns
+        self._again += look.again - before.again
+        self._assigned += look.assigned - before.assigned
+
+    def _window(self) -> Window:
+        return Window(
+            rate=self._tokens / self._seconds,
+            again=self._again / max(1, self._turns),
+            in_flight=self._in_flight_s / self._seconds,
+            inside=self._inside_s / self._seconds,
+            waiting=self._waiting_s / self._seconds,
+            kv_usage=self._kv_s / self._seconds,
+        )
+
+    def _num_in_flight(self, now: float) -> int:
+        """Count the episodes of the replicas that still report."""
+        return sum(look.in_flight for look in self._looks.values() if look.time > now - self._window_s)
+
+
+def make_concurrency(rollout: RolloutConfig, group_size: int) -> tuple[int, AdaptiveConcurrency | None]:
+    """Return the number of episodes that a replica has at most at first, and what changes it, if anything does."""
+    seats = rollout.max_num_seqs * rollout.data_parallel_size
+    first = max_inflight(seats, group_size, rollout.episodes_per_seat)
+    if rollout.concurrency is Concurrency.fixed:
+        return first, None
+    most = max(first, max_inflight(seats, group_size, MOST_PER_SEAT))
+    return first, AdaptiveConcurrency(ConcurrencyController(seats, first, most, group_size))

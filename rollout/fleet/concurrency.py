@@ -12,7 +12,6 @@ of one turn have nothing to lose between turns. So the second candidate counts o
 
 import logging
 from dataclasses import dataclass
-from enum import Enum
 
 from configs.rollout import Concurrency, RolloutConfig
 from rollout.router import max_inflight
@@ -31,11 +30,6 @@ WINDOW_S = 30.0
 """The shortest window in seconds."""
 MOST_PER_SEAT = 8
 """The most episodes for each seat."""
-
-
-class Candidate(Enum):
-    seats = "fill every seat"
-    cache = "keep the cache"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +78,9 @@ class ConcurrencyController:
         """`first`: the limit at first, which is not undercut to fill seats. `most`: the highest one."""
         self.limit = self._first = first
         self._seats, self._most, self._group_size = seats, most, group_size
-        self.candidate = Candidate.seats
-        self._rates: dict[Candidate, tuple[int, float]] = {}  # the number of its last window, and its tokens per second
+        self._keeps_cache = False
+        self._rates = dict[bool, tuple[int, float]]()
+        """The number of the last window in which it kept the cache, or did not, and its tokens per second."""
         self._number = 0
         self._fits = 0.0
         self._correction, self._most_correction = 1.0, float("inf")
@@ -95,16 +90,15 @@ class ConcurrencyController:
         if window.inside <= 0:
             return self.limit
         self._number += 1
-        self._rates[self.candidate] = self._number, window.rate
+        self._rates[self._keeps_cache] = self._number, window.rate
         fits = min(window.fits, 2.0 * self._most)
         self._fits = (self._fits + fits) / 2 if self._fits else fits
-        if self.candidate is Candidate.cache:
+        if self._keeps_cache:
             self._correct(window)
-        other = Candidate.cache if self.candidate is Candidate.seats else Candidate.seats
-        if self._promise(other, window) > GAIN * window.rate:
-            self.candidate = other
+        if self._promise(window) > GAIN * window.rate:
+            self._keeps_cache = not self._keeps_cache
         seats = max(self._first, int(min(self._most, self._first * window.per_seat)))
-        self.limit = seats if self.candidate is Candidate.seats else min(seats, self._to_keep_cache())
+        self.limit = min(seats, self._to_keep_cache()) if self._keeps_cache else seats
         return self.limit
 
     def _to_keep_cache(self) -> int:
@@ -113,16 +107,16 @@ class ConcurrencyController:
         fits = min(float(self._most), self._fits * self._correction)
         return max(2 * self._group_size, int(fits + self._group_size / 2))
 
-    def _promise(self, other: Candidate, window: Window) -> float:
+    def _promise(self, window: Window) -> float:
         """Return the tokens per second of the other candidate: what it had, or the most that it can have. With fewer
         episodes than now are at tools, the engine would soon be idle."""
-        if other is Candidate.seats:
+        if self._keeps_cache:
             bound = window.rate * self._seats / window.inside
         elif window.again > CROWDED:
             bound = window.rate * self._fits * self._correction / max(1.0, window.at_tools)
         else:
             return 0.0
-        number, rate = self._rates.get(other, (0, bound))
+        number, rate = self._rates.get(not self._keeps_cache, (0, bound))
         return bound if self._number - number > MEMORY else min(bound, rate)
 
     def _correct(self, window: Window) -> None:
@@ -164,17 +158,13 @@ class AdaptiveConcurrency:
     def __init__(self, controller: ConcurrencyController, window_s: float = WINDOW_S):
         """`window_s`: the shortest window in seconds."""
         self._controller, self._window_s = controller, window_s
-        self.restart()
+        self._looks = dict[str, Look]()
+        self._is_settled = False
+        self._begin()
 
     @property
     def limit(self) -> int:
         return self._controller.limit
-
-    def restart(self) -> None:
-        """Forget the looks, and keep the limit: the replicas are others, or have done other work since."""
-        self._looks = dict[str, Look]()
-        self._is_settled = False
-        self._begin()
 
     def take(self, name: str, look: Look) -> int:
         """Take in a look at one replica. Returns the number of episodes that each may have from now on."""

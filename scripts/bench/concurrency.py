@@ -239,20 +239,20 @@ class Dispatch:
         return tuple(np.random.default_rng([self._seed, which]).integers(20, 250, count).tolist())
 
 
-def adaptive(seats: int, group_size: int = GROUP, window_s: float = WINDOW_S) -> AdaptiveConcurrency:
-    """Return what a run with rollout.concurrency=auto has."""
+def adaptive_controller(seats: int, group_size: int) -> ConcurrencyController:
+    """Return the controller of a run with rollout.concurrency=auto."""
     first, most = (max_inflight(seats, group_size, per_seat) for per_seat in (2, MOST_PER_SEAT))
-    return AdaptiveConcurrency(ConcurrencyController(seats, first, most, group_size), window_s)
+    return ConcurrencyController(seats, first, most, group_size)
 
 
-async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None) -> Figures:
+async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None, window_s: float = WINDOW_S) -> Figures:
     """Run a job on a simulated engine. `limit`: None for auto."""
     engine = EpisodesEngine(profile, Machine(profile, 1), seats)
     engine.prompt = job.prompt
-    concurrency = adaptive(seats, job.group_size) if limit is None else None
-    first = concurrency.limit if concurrency is not None else limit
-    assert first is not None
-    return await Dispatch(job, engine, first, concurrency).run()
+    if limit is not None:
+        return await Dispatch(job, engine, limit, None).run()
+    controller = adaptive_controller(seats, job.group_size)
+    return await Dispatch(job, engine, controller.limit, AdaptiveConcurrency(controller, window_s)).run()
 
 
 def compare(name: str, job: Job, profile: Profile, seats: int, limits: Sequence[int]) -> Figures:
@@ -359,15 +359,16 @@ async def _on_vllm(kind: str, job: Job, spec: EngineSpec, repeats: int) -> Figur
     from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
 
     engine, seeds = VllmEngine(spec), itertools.count()
-    concurrency = adaptive(REAL_SEATS_FOR_EPISODES, REAL_GROUP, window_s=5.0)
+    controller = adaptive_controller(REAL_SEATS_FOR_EPISODES, REAL_GROUP)
 
     async def run(arm: str, repetition: int) -> Figures:
         if repetition < 0 and arm != "auto":
             return {}
         own = replace(job, warm_up=5 * job.counted) if repetition < 0 else job
-        concurrency.restart()
-        limit, adapts = (concurrency.limit, concurrency) if arm == "auto" else (int(arm), None)
-        return await Dispatch(own, engine, limit, adapts, next(seeds)).run(engine_cpu_s)
+        limit, concurrency = int(arm) if arm != "auto" else controller.limit, None
+        if arm == "auto":
+            concurrency = AdaptiveConcurrency(controller, window_s=5.0)
+        return await Dispatch(own, engine, limit, concurrency, next(seeds)).run(engine_cpu_s)
 
     try:
         arms: Any = make_arms(run, [*map(str, REAL_ROOMS), "auto"])  # pyright: ignore[reportArgumentType]
@@ -377,7 +378,7 @@ async def _on_vllm(kind: str, job: Job, spec: EngineSpec, repeats: int) -> Figur
     runs.show(f"{kind} on a real engine", {"tokens_per_s": ".0f", "whole": ".0f", "limit": ".0f"}, over="auto")
     ratios = {arm: runs.ratio("tokens_per_s", "auto", over=arm) for arm in runs.by_arm}
     figures = {f"vllm_{kind}_{arm}": runs.median("tokens_per_s", arm) for arm in runs.by_arm}
-    return figures | {f"vllm_{kind}_share": min(ratios.values()), f"vllm_{kind}_limit": concurrency.limit}
+    return figures | {f"vllm_{kind}_share": min(ratios.values()), f"vllm_{kind}_limit": controller.limit}
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from configs.rollout import Concurrency, RolloutConfig
 from rollout.fleet.concurrency import (
     AdaptiveConcurrency,
-    Candidate,
     ConcurrencyController,
     Look,
     Window,
@@ -67,9 +66,7 @@ def test_the_candidate_that_samples_fewer_tokens_is_given_up() -> None:
 
 def test_with_slow_tools_there_are_enough_for_every_seat_and_the_cache_is_left_alone() -> None:
     slow = Window(rate=540, again=0.6, in_flight=136, inside=28, waiting=0, kv_usage=28 / 30)
-    controller = make_controller()
-    assert decide(controller, slow) == [min(MOST, FIRST * 136 // 28)]
-    assert controller.candidate is Candidate.seats
+    assert decide(make_controller(), slow, slow) == [MOST, MOST]
 
 
 WINDOWS = st.builds(

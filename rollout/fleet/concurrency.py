@@ -17,10 +17,10 @@ from configs.rollout import Concurrency, RolloutConfig
 from rollout.router import max_inflight
 
 logger = logging.getLogger(__name__)
-CROWDED, CALM = 0.15, 0.05
+CROWDED, CALM = 0.1, 0.02
 """The share of turns computed again from which on the cache has too many episodes, and below which it may take more."""
-DOWN, UP, RECOVERY = 0.9, 1.1, 1.01
-"""The factors by which the estimate of what the cache holds is corrected when it is crowded or calm. After it was
+DOWN, A_LITTLE_DOWN, UP, RECOVERY = 0.9, 0.98, 1.1, 1.002
+"""The factors by which the estimate of what the cache holds is corrected when it is crowded, between, or calm. After it was
 crowded, the estimate rises more slowly, but it rises: a window may be crowded by chance."""
 GAIN = 1.05
 """The advantage in tokens per second that the other candidate must promise."""
@@ -57,7 +57,7 @@ class Window:
     @property
     def per_seat(self) -> float:
         """The episodes that keep one seat busy: those in it and at their tools, for each that is in it."""
-        return (self.in_flight - self.waiting) / self.inside
+        return max(0.0, self.in_flight - self.waiting) / self.inside
 
     @property
     def at_tools(self) -> float:
@@ -69,9 +69,9 @@ class ConcurrencyController:
     """Says how many episodes a replica may have. It has neither clock nor fleet.
 
     Example, with 64 seats and a cache that holds 30 episodes:
-        136, half of the turns computed again, 20 at tools -> 34   # keep the cache; half a group comes on top
+        136, half of the turns computed again, 20 at tools -> 34   # half a group is added
         34, none of them, 40% more tokens/s                -> 37   # it may hold more
-        37, tools have become slow, half the tokens/s      -> 136  # fill every seat
+        37, tools have become slow, half the tokens/s      -> 314  # fill every seat
     """
 
     def __init__(self, seats: int, first: int, most: int, group_size: int):
@@ -121,10 +121,10 @@ class ConcurrencyController:
 
     def _correct(self, window: Window) -> None:
         """Correct the estimate of what the cache holds: prefixes that episodes share are counted for each of them."""
-        if window.again > CROWDED:
-            self._correction *= DOWN
+        if window.again > CALM:
+            self._correction *= DOWN if window.again > CROWDED else A_LITTLE_DOWN
             self._most_correction = self._correction
-        elif window.again < CALM and window.in_flight > self.limit - self._group_size:
+        elif window.in_flight > self.limit - self._group_size:
             self._most_correction *= RECOVERY
             self._correction = min(self._most_correction, UP * self._correction)
 

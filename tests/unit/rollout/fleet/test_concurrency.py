@@ -25,7 +25,7 @@ GROUP, SEATS = 8, 64
 FIRST, MOST = max_inflight(SEATS, GROUP), max_inflight(SEATS, GROUP, 8)
 CROWDED = Window(rate=650.0, again=0.6, in_flight=136, inside=64, waiting=64, kv_usage=64 / 30)
 """64 seats, room in the cache for 30 episodes, and 8 at their tools."""
-KEPT = Window(rate=1200.0, again=0.1, in_flight=30, inside=16, waiting=0, kv_usage=16 / 30)
+KEPT = Window(rate=1200.0, again=0.02, in_flight=28, inside=16, waiting=0, kv_usage=16 / 30)
 
 
 def make_controller() -> ConcurrencyController:
@@ -42,7 +42,7 @@ def test_answers_of_one_turn_have_as_many_as_a_fixed_number_allows_however_full_
 
 
 def test_where_conversations_are_computed_again_there_are_as_many_as_the_cache_holds() -> None:
-    assert decide(make_controller(), CROWDED, KEPT) == [30 + GROUP // 2] * 2
+    assert decide(make_controller(), CROWDED, replace(KEPT, in_flight=20)) == [30 + GROUP // 2] * 2
 
 
 def test_what_the_cache_holds_is_corrected_until_it_is_crowded() -> None:
@@ -60,7 +60,7 @@ def test_what_the_cache_holds_is_corrected_until_it_is_crowded() -> None:
 def test_the_candidate_that_samples_fewer_tokens_is_given_up() -> None:
     controller = make_controller()
     slower = replace(KEPT, rate=500)
-    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, FIRST, FIRST, FIRST]
+    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, FIRST * 30 // 16, *[FIRST * 72 // 64] * 2]
     assert decide(controller, replace(CROWDED, rate=400))[0] == 34, "now it promises more than there is"
 
 
@@ -177,9 +177,9 @@ def test_after_a_fall_a_window_begins_when_the_surplus_has_ended() -> None:
     feed(concurrency, "a", 0, 32)
     assert len(controller.windows) == 1 and concurrency.limit == 15
     feed(concurrency, "a", 33, 100)  # 16 are still there
-    feed(concurrency, "a", 101, 115, in_flight=15)
+    feed(concurrency, "a", 101, 114, in_flight=15)
     assert len(controller.windows) == 1
-    feed(concurrency, "a", 116, 116, in_flight=15)
+    feed(concurrency, "a", 115, 115, in_flight=15)
     assert len(controller.windows) == 2
 
 
@@ -187,9 +187,9 @@ def test_after_a_rise_the_new_episodes_grow_old_first() -> None:
     controller = Recorded(16, 20)
     concurrency = AdaptiveConcurrency(controller, window_s=10)
     feed(concurrency, "a", 0, 32)
-    feed(concurrency, "a", 33, 33 + 39, in_flight=20)
+    feed(concurrency, "a", 33, 33 + 38, in_flight=20)
     assert len(controller.windows) == 1
-    feed(concurrency, "a", 73, 73, in_flight=20)
+    feed(concurrency, "a", 72, 72, in_flight=20)
     assert len(controller.windows) == 2
 
 

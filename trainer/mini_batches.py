@@ -83,9 +83,9 @@ def _by_source(tokens: TokenSignals, groups: Sequence[TrajectoryGroup], config: 
     """Multiply the loss weights of the tokens of each source by its loss_coef (data.sources).
 
     The objective of an optimizer step becomes the sum over its tokens of loss_coef(source of t) * loss_weight(t) *
-    loss(t), entropy and KL of the token included. The loss weights themselves are those of all sources together: with
-    token_mean, 1 / the number of all tokens. So a coefficient of 0.5 halves the gradient of a source, and changes that
-    of no other.
+    loss(t), with entropy, KL and the critic's loss of the token in it. The loss weights themselves are those of all
+    sources together: with token_mean, 1 / the number of all tokens. So a coefficient of 0.5 halves the gradient of a
+    source, and changes that of no other.
     """
     coefficients = loss_coefficients(config)
     if all(coefficient == 1 for coefficient in coefficients.values()):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from configs.mixture import longest_source
 from configs.schema import Config
 from scripts.plan.machine import Machine, refusals
 from scripts.plan.model_shape import ModelShape
@@ -21,7 +22,8 @@ STEPS = 6
 
 def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Card, reach: Reach) -> Profile:
     """Return the times of the run on this GPU. What is taken for granted is said in it."""
-    rollout, data, trainer = config.rollout, config.data, config.trainer
+    longest = longest_source(config)
+    rollout, data, trainer = longest.rollout, longest.data, config.trainer
     step, replica = step_time(rehearsal, card, config), replica_time(config, shape, rehearsal, card)
     responses = Quantiles.lognormal(MEAN_SHARE * rollout.max_response_tokens, SIGMA, rollout.max_response_tokens)
     prompt = MEAN_SHARE * data.max_prompt_tokens
@@ -46,7 +48,16 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
             "one turn, without tools and with a reward that takes no time: profile.turns, tool_s, reward_s",
             "n ranks train a batch in 1/n of the time that depends on its tokens",
             "an engine's own time between two steps, and messages between the GPUs of a replica, take nothing",
+            *_taken_for_one(config),
         ),
+    )
+
+
+def _taken_for_one(config: Config) -> list[str]:
+    """Return what is taken for granted of a run with several sources."""
+    sources = ", ".join(config.data.sources)
+    return (
+        [f"the sources {sources} are alike: prompts and responses are of the one with the longest"] if sources else []
     )
 
 

@@ -68,6 +68,14 @@ def test_a_profile_has_the_times_of_the_rooflines_over_what_is_reached() -> None
     assert any("profile.turn_tokens" in sentence for sentence in profile.assumed)
 
 
+def test_several_sources_are_taken_for_the_longest_and_the_profile_says_so() -> None:
+    sources = {"long": {"rollout": {"max_response_tokens": 4 * CONFIG.rollout.max_response_tokens}}, "short": {}}
+    mixed = profile_of(changed(CONFIG, data__sources=sources), SHAPE, rehearsed(), CARD, Reach())
+    alone = profile_of(CONFIG, SHAPE, rehearsed(), CARD, Reach())
+    assert mixed.turn_tokens.mean == pytest.approx(4 * alone.turn_tokens.mean, rel=0.02)
+    assert any("long, short" in sentence for sentence in mixed.assumed)
+
+
 def test_gpus_are_split_only_as_they_fit_and_the_slower_side_decides() -> None:
     """Weights, moments and gradients of 24 billion parameters need five ranks with 80 GB, whatever runs beside."""
     profile = profile_of(CONFIG, SHAPE, rehearsed(), CARD, Reach())

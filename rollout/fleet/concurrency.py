@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 CROWDED, CALM = 0.1, 0.02
 """The share of turns computed again from which on the cache has too many episodes, and below which it may take more."""
 DOWN, A_LITTLE_DOWN, UP, RECOVERY = 0.9, 0.98, 1.1, 1.002
-"""The factors by which the estimate of what the cache holds is corrected when it is crowded, between, or calm. After it was
-crowded, the estimate rises more slowly, but it rises: a window may be crowded by chance."""
+"""The factors by which the estimate of what the cache holds is corrected: crowded, between, calm. After it was crowded,
+the estimate rises more slowly, but it rises: a window may be crowded by chance."""
 GAIN = 1.05
 """The advantage in tokens per second that the other candidate must promise."""
 MEMORY = 100

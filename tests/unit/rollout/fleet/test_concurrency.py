@@ -59,8 +59,8 @@ def test_what_the_cache_holds_is_corrected_until_it_is_crowded() -> None:
 
 def test_the_candidate_that_samples_fewer_tokens_is_given_up() -> None:
     controller = make_controller()
-    slower = replace(KEPT, rate=500)
-    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, FIRST * 30 // 16, *[FIRST * 72 // 64] * 2]
+    slower = replace(KEPT, rate=500, in_flight=20)
+    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, FIRST * 20 // 16, *[FIRST * 72 // 64] * 2]
     assert decide(controller, replace(CROWDED, rate=400))[0] == 34, "now it promises more than there is"
 
 

@@ -110,7 +110,7 @@ def main() -> None:
     run_parts(
         options,
         {
-            "fleet": lambda: measure_fleets(options.repeats),
+            "fleet": lambda: asyncio.run(measure_fleets(options.repeats)),
             "pause": lambda: _each_size(options, "pause", measure_pauses, sorted(options.sizes)),
             "keep": lambda: _each_size(
                 options, "keep", measure_keep, [KEEP_SIZE if KEEP_SIZE in options.sizes else min(options.sizes)]

@@ -65,6 +65,7 @@ class Worker(WeightReceiver):
     ):
         text = SimpleNamespace(model_type=kind)
         self.vllm_config = SimpleNamespace(
+            weight_transfer_config=None,
             model_config=SimpleNamespace(
                 quantization=quantization, use_mla=latent is not None, model="folder", hf_text_config=text
             ),

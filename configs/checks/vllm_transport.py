@@ -6,7 +6,7 @@ train workers look there, before they load a model.
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -81,8 +81,7 @@ def _refusal(backend: str) -> str | None:
     return f"vLLM has no such backend, and no plugin of it is installed: {allowed}"
 
 
-def _names(backends: object) -> str:
-    assert isinstance(backends, list | dict)
+def _names(backends: Iterable[str]) -> str:
     return ", ".join(VLLM_PREFIX + name for name in backends)
 
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.engines.base import EngineSpec, ServedAdapter
+from rollout.engines.base import ServedAdapter
 from rollout.types import Completion
 from tests.support.adapters import factors, logprobs_of_spans, merged_weights, update_adapter
-from tests.support.engines import hosted, prompt, request
-from trainer.tiny.model import build_tokenizer, save_tiny_model
+from tests.support.engines import hosted, prompt, request, tiny_gpu_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -20,22 +19,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
 @pytest.mark.parametrize("speculative", [None, NGRAM])
 def test_each_logprob_is_of_the_adapter_of_its_version(speculative: dict[str, object] | None, tmp_path: Path) -> None:
     """In bfloat16, as vLLM's LoRA kernels have no float32: near the right version's, far from others'."""
-    path = tmp_path / "tiny"
-    save_tiny_model(path, build_tokenizer(["Question: 3+4\nAnswer: 7"]), seed=0)
-    spec = EngineSpec(
-        model_path=str(path),
-        device="cuda",
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_seqs=8,
-        kv_cache_bytes=256 * 2**20,
-        gpu_memory_utilization=0.5,
-        tensor_parallel_size=1,
-        enforce_eager=False,
-        adapter=ServedAdapter(max_rank=8, layers=None),
-        speculative=speculative,
-        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},  # not the compiler
-    )
+    path, adapter = tmp_path / "tiny", ServedAdapter(max_rank=8, layers=None)
+    spec = tiny_gpu_spec(path, gpu_memory_utilization=0.5, adapter=adapter, speculative=speculative)
     adapters = {version: factors(path, version) for version in (1, 2, 3)}
     prompts = [prompt(index, 60) for index in range(4)]
 

@@ -13,11 +13,18 @@ import torch
 
 from configs.checks.vllm_transport import built_in_backends
 from configs.schema import Staging, Transport, WeightSyncConfig
-from rollout.engines.base import EngineSpec
-from tests.support.engines import EngineHost, assert_tokens_equal_tags, hosted, pause, prompt, request, resume
+from tests.support.engines import (
+    EngineHost,
+    assert_tokens_equal_tags,
+    hosted,
+    pause,
+    prompt,
+    request,
+    resume,
+    tiny_gpu_spec,
+)
 from tests.support.fakes import make_order
 from tests.support.weights import FIRST_TOKEN, emitting_weights
-from trainer.tiny.model import build_tokenizer, save_tiny_model
 from weight_sync.protocol import Sender, WeightTag, combine
 from weight_sync.transports.registry import make_sender
 
@@ -31,24 +38,6 @@ def sender_of(backend: str) -> Sender:
         pytest.skip(f"this version of vLLM has no trainer's half of {backend}")
     config = WeightSyncConfig(transport=Transport.vllm, vllm_backend=backend, staging=Staging.none)
     return make_sender(config, "owner", 0, 1, torch.device("cuda:0"))
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> EngineSpec:
-    path = tmp_path / "tiny"
-    save_tiny_model(path, build_tokenizer(["Question: 3+4\nAnswer: 7"]), seed=0)
-    return EngineSpec(
-        model_path=str(path),
-        device="cuda",
-        dtype="bfloat16",
-        max_model_len=1024,
-        max_num_seqs=8,
-        kv_cache_bytes=256 * 2**20,
-        gpu_memory_utilization=0.4,
-        tensor_parallel_size=1,
-        enforce_eager=False,
-        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},  # not the compiler
-    )
 
 
 @pytest.fixture(params=["ipc", "nccl"])
@@ -72,7 +61,7 @@ async def update(engine: Any, sender: Sender, weights: dict[str, torch.Tensor], 
     await resume(engine)
 
 
-def test_requests_in_flight_go_on_with_weights_that_came_by_it(spec: EngineSpec, backend: str) -> None:
+def test_requests_in_flight_go_on_with_weights_that_came_by_it(tmp_path: Path, backend: str) -> None:
     """Version v always emits token FIRST_TOKEN + v, under captured graphs, which must see the new weights."""
     sender = sender_of(backend)
 
@@ -80,7 +69,7 @@ def test_requests_in_flight_go_on_with_weights_that_came_by_it(spec: EngineSpec,
         weights = emitting_weights(host.model_path, FIRST_TOKEN + version)
         return {name: tensor.to("cuda", torch.bfloat16) for name, tensor in weights.items()}
 
-    with hosted(replace(spec, transfer_backend=backend)) as host:
+    with hosted(tiny_gpu_spec(tmp_path / "tiny", transfer_backend=backend)) as host:
 
         async def scenario() -> list[Any]:
             await update(host.engine, sender, emitting(host, 1), 1)

@@ -2,9 +2,9 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support.weights import FIRST_TOKEN, publish, release, tag_of
+from trainer.tiny.model import build_tokenizer, save_tiny_model
 
 MAX_NUM_SEQS = 16
 request_numbers = count()
@@ -88,20 +89,52 @@ def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
     )
 
 
+def tiny_gpu_spec(folder: Path, **changes: Any) -> EngineSpec:
+    """Save a tiny model, and return how an engine runs it on a GPU, with captured graphs and without the compiler."""
+    save_tiny_model(folder, build_tokenizer(["Question: 3+4\nAnswer: 7"]), seed=0)
+    spec = EngineSpec(
+        model_path=str(folder),
+        device="cuda",
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=8,
+        kv_cache_bytes=256 * 2**20,
+        gpu_memory_utilization=0.4,
+        tensor_parallel_size=1,
+        enforce_eager=False,
+        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    )
+    return replace(spec, **changes)
+
+
 def prompt(seed: int, length: int) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(5, 250), k=length))
 
 
-async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
+@asynccontextmanager
+async def staged(
+    engine: Any, weights: dict[str, torch.Tensor], version: int
+) -> AsyncIterator[Callable[[bool], Coroutine[Any, Any, None]]]:
+    """Stage weights, and yield the function that makes them live. Requests that begin now cannot end before, however
+    slow staging is."""
     manifest = publish(weights, version)
-    try:
-        await engine.stage(manifest)
+
+    async def swap(clear_cache: bool) -> None:
         await pause(engine, clear_cache)
         tags = await engine.swap(version)
         assert tags == [tag_of(manifest)]
         await resume(engine)
+
+    try:
+        await engine.stage(manifest)
+        yield swap
     finally:
         release()
+
+
+async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
+    async with staged(engine, weights, version) as swap:
+        await swap(clear_cache)
 
 
 async def pause(engine: Any, clear_cache: bool = False) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from configs.weight_forms import LATENT_ATTENTION
 from rollout.engines.base import EngineSpec
 from rollout.types import Completion
-from tests.support.engines import EngineHost, hosted, request, update
+from tests.support.engines import EngineHost, hosted, request, staged, update
 from tests.support.latent_models import WITH_EXPERTS, latent_model
 from tests.support.weights import publish, tag_of
 
@@ -95,11 +95,12 @@ def test_requests_in_flight_go_on_with_the_new_weights(
 
     async def scenario() -> list[Completion]:
         await update(host.engine, weights_of(folders[1]), old)
-        requests = [request(ids, temperature=1.0, max_tokens=400) for ids in PROMPTS]
-        tasks = [asyncio.create_task(host.engine.generate(each)) for each in requests]
-        await host.every_one_has(len(PROMPTS), 5)
-        await update(host.engine, weights_of(folders[2]), new, clear_cache)
-        return await asyncio.gather(*tasks)
+        async with staged(host.engine, weights_of(folders[2]), new) as swap:
+            requests = [request(ids, temperature=1.0, max_tokens=400) for ids in PROMPTS]
+            tasks = [asyncio.create_task(host.engine.generate(each)) for each in requests]
+            await host.every_one_has(len(PROMPTS), 5)
+            await swap(clear_cache)
+            return await asyncio.gather(*tasks)
 
     for ids, completion in zip(PROMPTS, host.run(scenario()), strict=True):
         assert [span.global_steps for span in completion.spans] == [old, new]

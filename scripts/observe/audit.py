@@ -6,10 +6,10 @@ every trained token against what the replicas wrote down when they sampled it.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +36,6 @@ from scripts.observe.run import Run
 from scripts.observe.source_audit import Share, SourceAudit, SourceCounts, shares_of
 from scripts.observe.token_audit import TokenAudit, TokenCounts
 from trainer.tracking.recorder import SUMMARY_FILE
-from trainer.tracking.set_aside import SET_ASIDE
 from trainer.tracking.sinks import METRICS_FILE
 from trainer.tracking.trajectories import (
     DISCARDED,
@@ -141,11 +140,9 @@ class Plans:
 def read_plans(run_dir: Path) -> Plans:
     """Read the configs of a run and of the processes before it. Raises RunError if the last one cannot be read."""
     earlier, problems = list[tuple[int, Plan]](), list[str]()
-    for path in sorted((run_dir / SET_ASIDE).glob(f"*/{CONFIG_FILE}")):
-        if (named := re.search(r"-step_(\d+)", path.parent.name)) is None:
-            continue  # a folder that a person has made
+    for (_, path), (resumed_at, _) in pairwise(Run(run_dir).config_files()):
         try:
-            earlier.append((int(named[1]), _plan(path)))
+            earlier.append((resumed_at, _plan(path)))
         except RunError as error:
             problems.append(f"an earlier config: {error}")
     return Plans(earlier=earlier, last=_plan(run_dir / CONFIG_FILE), problems=tuple(problems))

@@ -4,7 +4,6 @@ Any folder will do, of a run that is live, has ended, was killed or was copied. 
 counted and skipped.
 """
 
-import os
 import re
 import threading
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from rollout.events.event import Event, OfStep, Stamped, kind_name
 from rollout.events.kinds import GroupDiscarded, ReplicaLoad
-from scripts.observe.files import RunError, read_page
+from scripts.observe.files import RunError, file_identity, read_page
 from scripts.observe.view import RunView
 from trainer.tracking.events.kinds import KINDS, Resumed
 from trainer.tracking.events.lines import DamagedLineError, UnknownKindError, event_files, event_path, from_line
@@ -60,7 +59,7 @@ class EventReader:
         """The number of lines that are not whole, such as the last one of a killed process or of a full disk."""
         self.num_unknown = 0
         """The number of events of kinds that this version does not know."""
-        self._identity: tuple[int, int] | None = None  # of the file that is being read
+        self._identity = ""  # of the file that is being read
 
     def read(self, max_bytes: int = CHUNK_BYTES) -> list[Stamped]:
         """Return the next events, about `max_bytes` of them, or none if nothing has come since the last call.
@@ -72,8 +71,7 @@ class EventReader:
             # Look for the next file before reading this one: once there is a next one, this one grows no more.
             next_file = self._next_file()
             if lines := self._lines(max_bytes):
-                parsed = [self._parse(line) for line in lines.split(b"\n")[:-1]]
-                if events := [stamped for stamped in parsed if stamped is not None]:
+                if events := [stamped for stamped in map(self._parse, lines) if stamped is not None]:
                     return events
             elif next_file is None:
                 return []
@@ -85,41 +83,23 @@ class EventReader:
         while events := self.read():
             yield from events
 
-    def _lines(self, max_bytes: int) -> bytes:
+    def _lines(self, max_bytes: int) -> tuple[bytes, ...]:
         """Return whole lines from the position on, and move the position behind them."""
         place = self.position
-        try:
-            with event_path(self._run_dir, place.file).open("rb") as file:
-                status = os.fstat(file.fileno())
-                identity = (status.st_dev, status.st_ino)
-                if place.offset and self._identity not in (None, identity):
-                    return b""  # the writer has thinned the file meanwhile: the offset means nothing in the new one
-                self._identity = identity
-                file.seek(place.offset)
-                data = file.read(max_bytes)
-                while data and b"\n" not in data:
-                    more = file.read(max_bytes)
-                    data += more
-                    if not more:
-                        break
-        except FileNotFoundError:
-            return b""
-        whole = data[: data.rfind(b"\n") + 1]
-        self.position = Position(place.file, place.offset + len(whole))
-        return whole
+        page = read_page(event_path(self._run_dir, place.file), place.offset, self._identity, max_bytes)
+        if page.is_new and place.offset:
+            return ()  # the writer has thinned the file meanwhile: the offset means nothing in the new one
+        self.position, self._identity = Position(place.file, page.offset), page.identity
+        return page.lines
 
     def _next_file(self) -> int | None:
         return min((number for number, _ in event_files(self._run_dir) if number > self.position.file), default=None)
 
     def _leave_for(self, next_file: int) -> None:
         path = event_path(self._run_dir, self.position.file)
-        is_cut = path.exists() and path.stat().st_size > self.position.offset and not self._is_thinned(path)
-        self.num_damaged += is_cut
-        self.position, self._identity = Position(next_file), None
-
-    def _is_thinned(self, path: Path) -> bool:
-        status = path.stat()
-        return self._identity not in (None, (status.st_dev, status.st_ino))
+        is_thinned = path.exists() and self._identity not in ("", file_identity(path.stat()))
+        self.num_damaged += path.exists() and path.stat().st_size > self.position.offset and not is_thinned
+        self.position, self._identity = Position(next_file), ""
 
     def _parse(self, line: bytes) -> Stamped | None:
         try:
@@ -282,7 +262,7 @@ class EventIndex:
 
     def _was_replaced(self) -> bool:
         known = self._scan.identities
-        now = {number: str(path.stat().st_ino) for number, path in event_files(self._run_dir)}
+        now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
         return any(now.get(number) != identity for number, identity in known.items())
 
     def _read_page(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,8 @@ def read_page(path: Path, offset: int = 0, identity: str = "", max_bytes: int = 
     """
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            now = str(path.stat().st_ino)
+            size = file.seek(0, os.SEEK_END)
+            now = file_identity(os.fstat(file.fileno()))
             is_new = identity not in ("", now) or not 0 <= offset <= size
             offset = 0 if is_new else offset
             file.seek(offset)
@@ -83,6 +84,10 @@ def read_page(path: Path, offset: int = 0, identity: str = "", max_bytes: int = 
     lines = tuple(data[:end].split(b"\n")[:-1])
     passed = len(data) if not end and len(data) >= MOST_LINE_BYTES else end
     return Page(lines, offset + passed, size, now, is_new)
+
+
+def file_identity(status: os.stat_result) -> str:
+    return str(status.st_ino)
 
 
 def read_tail(path: Path, max_bytes: int) -> list[bytes]:

@@ -129,22 +129,17 @@ class Main:
     def run_one(self, arguments: Sequence[str]) -> tuple[Path, Ended]:
         """Run a command line that is one job, and return its folder and how it ended. Raises ConfigError for what the
         checks refuse before anything is written."""
-        line = parse(arguments)
-        check_options(line.options)
-        check_overrides(line.overrides)
+        line = _parsed(arguments)
         if line.options or line.is_sweep:
             raise ConfigError(f"{' '.join(line.options) or SWEEP_MODE}: only the command line takes options and sweeps")
         (job,) = self._checked(line)
-        if job.invocation.config.dry_run:
-            return job.invocation.run_dir, self._run_command(job.invocation)
-        return job.invocation.run_dir, self._run_one(job)
+        run = self._run_command(job.invocation) if job.invocation.config.dry_run else self._run_one(job)
+        return job.invocation.run_dir, run
 
     def run(self, arguments: Sequence[str]) -> int:
         """Run the command line. Returns the exit code."""
         try:
-            line = parse(arguments)
-            check_options(line.options)
-            check_overrides(line.overrides)
+            line = _parsed(arguments)
             if line.is_sweep and not self.may_sweep:
                 raise ConfigError(f"{self._called} takes one config: it cannot be swept over (-m)")
             if line.asks_for_help:
@@ -173,25 +168,26 @@ class Main:
         for number, overrides in enumerate(line.jobs()):
             composed = compose_job(self.name, overrides)
             top = (jobs[0].invocation.sweep_dir if jobs else None) or Path(folder(composed.hydra, part)).resolve()
-            config = load(composed.config, self.needed_files, composed.hydra.overrides.task)
-            refuse_new_folder(composed, part)
             run_dir, sweep_dir = (top / str(number), top) if line.is_sweep else (top, None)
-            task_overrides = tuple(composed.hydra.overrides.task)
-            jobs.append(
-                _Job(
-                    composed=composed,
-                    invocation=Invocation(
-                        config=config,
-                        composed=written_out(composed.config, config),
-                        run_dir=run_dir,
-                        sweep_dir=sweep_dir,
-                        overrides=task_overrides,
-                    ),
-                )
-            )
+            invocation = self._invocation(composed.config, composed.hydra.overrides.task, run_dir, sweep_dir)
+            refuse_new_folder(composed, part)
+            jobs.append(_Job(composed=composed, invocation=invocation))
         if not all(job.invocation.config.dry_run for job in jobs):
             _check_writable(f"hydra.{part}.dir", top)
         return jobs
+
+    def _invocation(
+        self, composed: DictConfig, overrides: Sequence[str], run_dir: Path, sweep_dir: Path | None
+    ) -> Invocation:
+        """Check a config that Hydra has composed. Raises ConfigError."""
+        config = load(composed, self.needed_files, overrides)
+        return Invocation(
+            config=config,
+            composed=written_out(composed, config),
+            run_dir=run_dir,
+            sweep_dir=sweep_dir,
+            overrides=tuple(overrides),
+        )
 
     def _run_one(self, job: _Job) -> Ended:
         """Run the config that was checked, in the folder that was checked."""
@@ -244,14 +240,8 @@ class Main:
         run_dir, ended = Path(hydra_config.runtime.output_dir).resolve(), Ended(exit_code=FAILED)
         overrides = tuple(hydra_config.overrides.task)
         try:
-            config = load(composed, self.needed_files, overrides)
-            invocation = Invocation(
-                config=config,
-                composed=written_out(composed, config),
-                run_dir=run_dir,
-                sweep_dir=Path(hydra_config.sweep.dir).resolve(),
-                overrides=overrides,
-            )
+            sweep_dir = Path(hydra_config.sweep.dir).resolve()
+            invocation = self._invocation(composed, overrides, run_dir, sweep_dir)
             ended = self._end_or_refusal(invocation)
         finally:
             sweep.SweepJob(
@@ -285,6 +275,13 @@ class Main:
             logs = "" if invocation.config.dry_run else f"logs are in {invocation.run_dir}\n"
             sys.stderr.write(f"{self._called} failed: {text}\n{logs}")
             return Ended(exit_code=FAILED, error=text, exception=first)
+
+
+def _parsed(arguments: Sequence[str]) -> Arguments:
+    line = parse(arguments)
+    check_options(line.options)
+    check_overrides(line.overrides)
+    return line
 
 
 def leave(code: int) -> NoReturn:

@@ -81,46 +81,43 @@ def ending(summary: dict[str, Any], line: CommandLine, offline_project: str | No
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     accuracy = "not evaluated," if before is None else f"held-out accuracy {before:.3f} -> {after:.3f}"
     run_dir, checkpoint = line.run_dir, CheckpointStore(line.run_dir / CHECKPOINTS).newest_saved()
-    rows = {
-        "checkpoint": "none was saved (checkpoint.every=0)" if checkpoint is None else line.shown(checkpoint),
-        "curve": line.shown(run_dir / "curve.png"),
-        "all files": line.shown(run_dir),
-        "plot": line.to("curve", line.shown(run_dir)),
-    }
+    rows = {"curve": line.shown(run_dir / "curve.png"), "plot": line.to("curve", line.shown(run_dir))}
     if checkpoint is not None:
         longer = override("resume", line.shown(run_dir)), f"trainer.total_steps={2 * summary['steps']}"
-        rows |= {
-            "evaluate": line.to("evaluate", line.shown(run_dir), *(["data.val_files=FILES"] if before is None else [])),
-            "export": line.to("export", line.shown(run_dir), f"{line.shown(run_dir)}/exported"),
-            "serve": line.serve(),
-            "train longer": line.again(*longer),
-        }
+        files = ["data.val_files=FILES"] if before is None else []
+        rows |= {**_uses(line, *files), "serve": line.serve(), "train longer": line.again(*longer)}
     if offline_project is not None:
         rows["wandb view"] = line.to("wandb-view", offline_project)
-    head = f"finished: {accuracy} after {summary['steps']} steps, in {summary['seconds']:.0f} s"
-    return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in rows.items())])
+    return _ending(summary, line, checkpoint, f"{accuracy} ", rows)
 
 
 def supervised_ending(summary: dict[str, Any], line: CommandLine) -> str:
     """Return the words at the end of a supervised run that reached its last step."""
     checkpoint = CheckpointStore(line.run_dir / CHECKPOINTS).newest_saved()
-    path = override("model.path", line.shown(line.run_dir))
     kept = [word for word in line.overrides if _key(word) in ("recipe", "device", "gpu_share")]
-    rows = {
-        "checkpoint": "none was saved (checkpoint.every=0)" if checkpoint is None else line.shown(checkpoint),
-        "all files": line.shown(line.run_dir),
-    }
-    if checkpoint is not None:
-        chosen = [*kept, "model=hf", f"sizes={line.sizes}", path]
-        rows |= {
-            "evaluate": line.to("evaluate", line.shown(line.run_dir)),
-            "export": line.to("export", line.shown(line.run_dir), f"{line.shown(line.run_dir)}/exported"),
-            "then RL": line.to("train", *chosen),
-        }
+    chosen = [*kept, "model=hf", f"sizes={line.sizes}", override("model.path", line.shown(line.run_dir))]
+    rows = {} if checkpoint is None else {**_uses(line), "then RL": line.to("train", *chosen)}
     before, after = summary["val_loss_before"], summary["val_loss_after"]
     losses = "" if before is None else f"validation loss {before:.3f} -> {after:.3f} "
-    head = f"finished: {losses}after {summary['steps']} steps, in {summary['seconds']:.0f} s"
-    return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in rows.items())])
+    return _ending(summary, line, checkpoint, losses, rows)
+
+
+def _uses(line: CommandLine, *words: str) -> dict[str, str]:
+    """Return the commands for any checkpoint. `words`: for the one that evaluates it."""
+    run_dir = line.shown(line.run_dir)
+    return {
+        "evaluate": line.to("evaluate", run_dir, *words),
+        "export": line.to("export", run_dir, f"{run_dir}/exported"),
+    }
+
+
+def _ending(
+    summary: dict[str, Any], line: CommandLine, checkpoint: Path | None, reached: str, rows: dict[str, str]
+) -> str:
+    saved = "none was saved (checkpoint.every=0)" if checkpoint is None else line.shown(checkpoint)
+    head = f"finished: {reached}after {summary['steps']} steps, in {summary['seconds']:.0f} s"
+    every = {"checkpoint": saved, "all files": line.shown(line.run_dir), **rows}
+    return "\n".join([head, *(f"  {name:<12}  {text}" for name, text in every.items())])
 
 
 def stopped(line: CommandLine) -> str:

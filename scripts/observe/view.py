@@ -66,23 +66,18 @@ class TrajectoryView:
     reward_span: Span | None = None
     reward: float | None = None
     error: str | None = None
-    finish_reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupView:
     ordinal: int
     claimed: float | None = None
-    replica: str = ""
     ready: float | None = None
     min_version: int | None = None
     reward: float | None = None
     trained: float | None = None
     trained_step: int | None = None
     discarded: float | None = None
-    reason: str = ""
-    """The reason why the group was discarded."""
-    file: str = ""
     moves: list[GroupMoved] = field(default_factory=list)
     trajectories: dict[int, TrajectoryView] = field(default_factory=dict)
     """The trajectories by their place in the group."""
@@ -115,15 +110,11 @@ class StepView:
     parts: list[tuple[str, Span]] = field(default_factory=list)
     """Pairs of (name of the part, its span), in the order in which they began."""
     ordinals: tuple[int, ...] = ()
-    num_tokens: int = 0
     published: dict[int, tuple[float, float]] = field(default_factory=dict)
     """The time at which each rank had published its weights, and the seconds that this took."""
     update: Span | None = None
     """The time from publishing the weights until all replicas serve them."""
     recorded: float | None = None
-    file: str = ""
-    skipped: str | None = None
-    """The reason why the step changed no weights, if it did not."""
 
     @property
     def start(self) -> float | None:
@@ -134,7 +125,6 @@ class StepView:
 class EvaluationView(Span):
     global_steps: int
     accuracy: float | None = None
-    file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +146,8 @@ class RunView:
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         self.ended: RunEnded | None = None
-        self.first = self.last = 0.0
-        """The times of the earliest and the latest event."""
+        self.last = 0.0
+        """The time of the latest event."""
         self.groups: dict[int, GroupView] = {}
         self.evaluated: dict[tuple[int, int, int], TrajectoryView] = {}
         """The trajectories of evaluations, by (attempt, ordinal, episode)."""
@@ -182,7 +172,7 @@ class RunView:
     def add(self, stamped: Stamped) -> None:
         """Take the next event. Kinds that nothing is shown of are ignored."""
         time, event = stamped.time, stamped.event
-        self.first, self.last = min(self.first or time, time), max(self.last, time)
+        self.last = max(self.last, time)
         match event:
             case OfEpisode():
                 self._add_of_episode(time, stamped.who, event)
@@ -246,7 +236,6 @@ class RunView:
             case rollout_kinds.EpisodeStarted():
                 trajectory.worker, trajectory.episode_span = who, Span(time)
             case rollout_kinds.EpisodeEnded():
-                trajectory.finish_reason = event.finish_reason
                 trajectory.episode_span = Span(trajectory.episode_span.start if trajectory.episode_span else time, time)
             case rollout_kinds.RewardStarted():
                 trajectory.reward_span = Span(time)
@@ -271,8 +260,7 @@ class RunView:
     def _add_of_group(self, time: float, event: Event) -> None:
         match event:
             case rollout_kinds.GroupClaimed():
-                group = self.group(event.ordinal)
-                group.claimed, group.replica = time, event.replica
+                self.group(event.ordinal).claimed = time
                 self._count(time, in_flight=1)
             case rollout_kinds.GroupMoved():
                 self.group(event.ordinal).moves.append(event)
@@ -281,8 +269,7 @@ class RunView:
                 group.ready, group.min_version, group.reward = time, event.min_version, event.reward
                 self._count(time, in_flight=-1, ready=1)
             case rollout_kinds.GroupDiscarded():
-                group = self.group(event.ordinal)
-                group.discarded, group.reason, group.file = time, event.reason, event.file
+                self.group(event.ordinal).discarded = time
                 # A group is dropped as stale when it is in the buffer already, and for any other reason before.
                 self._count(time, ready=-1) if event.reason == "stale" else self._count(time, in_flight=-1)
 
@@ -303,14 +290,10 @@ class RunView:
                 if part is not None:
                     part.end = time
             case trainer_kinds.BatchAssembled():
-                step = self.step(event.global_steps)
-                step.ordinals, step.num_tokens = event.ordinals, event.num_tokens
+                self.step(event.global_steps).ordinals = event.ordinals
                 self._count(time, ready=-len(event.ordinals))
             case trainer_kinds.StepRecorded():
-                step = self.step(event.global_steps)
-                step.recorded, step.file = time, event.file
-            case trainer_kinds.StepSkipped():
-                self.step(event.global_steps).skipped = event.reason
+                self.step(event.global_steps).recorded = time
             case trainer_kinds.RankPublished():
                 self.step(event.global_steps).published[event.rank] = (time, event.seconds)
             case trainer_kinds.UpdateStarted():
@@ -330,7 +313,7 @@ class RunView:
                 open_ones = [start for start, view in self.evaluations.items() if view.end is None and start <= version]
                 new = EvaluationView(start=time, global_steps=version)
                 view = self.evaluations.pop(max(open_ones)) if open_ones else new
-                view.end, view.global_steps, view.accuracy, view.file = time, version, event.accuracy, event.file
+                view.end, view.global_steps, view.accuracy = time, version, event.accuracy
                 self.evaluations[version] = view
             case CheckpointSaved() | CheckpointFailed():
                 self.checkpoints.append((time, event))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.batch import Int64Array
+from trainer.worker.expert_parallel import exchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class SequenceGroup:
         """[N, H, L / k, D] each -> [N, H / k, L, D] each, in one exchange."""
         num_rows, _, length, _ = parts[0].shape
         strings = [part.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(1) for part in parts]
-        received = exchanged(torch.cat(strings, 1), self.group).split([string.shape[1] for string in strings], 1)
+        received = self._exchanged(torch.cat(strings, 1)).split([string.shape[1] for string in strings], 1)
         return [
             string.view(self.size, num_rows, -1, length, part.shape[-1]).permute(1, 2, 0, 3, 4).flatten(2, 3)
             for string, part in zip(received, parts, strict=True)
@@ -69,7 +70,11 @@ class SequenceGroup:
     def _whole_heads(self, attended: Tensor) -> Tensor:
         """[N, L, H / k, D] -> [N, L / k, H, D]."""
         by_rank = attended.unflatten(1, (self.size, -1)).transpose(0, 1)  # [k, N, L / k, H / k, D]
-        return exchanged(by_rank.contiguous(), self.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return self._exchanged(by_rank).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """[k, ...], a part for each rank -> a part from each rank."""
+        return exchanged(parts, [1] * self.size, [1] * self.size, self.group)
 
     def gathered(self, values: Tensor, owners: Int64Array) -> Tensor:
         """[C, T of this rank] -> [C, T] of all ranks, in the order of `owners` [T].
@@ -77,24 +82,6 @@ class SequenceGroup:
         Every rank goes on to compute the same with them, so each one's gradient is that of its own values.
         """
         return _Gather.apply(values, owners, self)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return exchanged(gradients[0].contiguous(), ctx.group), None
-
-
-def exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[k, ...], a part for each rank -> a part from each rank."""
-    return _Exchange.apply(parts, group)  # pyright: ignore
 
 
 class _Gather(torch.autograd.Function):

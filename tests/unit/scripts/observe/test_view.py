@@ -85,8 +85,8 @@ def test_an_evaluation_that_updates_overtook_is_one_of_the_version_that_answered
         view.add(at(time, EvaluationStarted(global_steps=version)))
         view.add(at(time + 2, ended))
     view.add(at(9.0, EvaluationStarted(global_steps=30)))
-    found = {version: (one.start, one.end, one.global_steps, one.file) for version, one in view.evaluations.items()}
-    assert found == {10: (1.0, 3.0, 10, "10"), 21: (4.0, 6.0, 21, "21"), 30: (9.0, None, 30, "")}
+    found = {version: (one.start, one.end, one.global_steps) for version, one in view.evaluations.items()}
+    assert found == {10: (1.0, 3.0, 10), 21: (4.0, 6.0, 21), 30: (9.0, None, 30)}
 
 
 def test_a_turn_is_cut_where_its_replica_swapped() -> None:

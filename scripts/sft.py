@@ -6,6 +6,7 @@ SIGHUP.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,55 +20,41 @@ if TYPE_CHECKING:
     from trainer.checkpoint.store import Checkpoint
     from trainer.tracking.set_aside import SetAside
 
-BEFORE_THE_FIRST = -1
-
 
 def main() -> None:
     MAIN.exit(sys.argv[1:])
 
 
 def sft(invocation: Invocation) -> Ended:
-    from scripts.command.bookkeeping import begin, keep_records
-    from scripts.command.resume import find_checkpoint
-    from scripts.command.run_folder import locked
+    from scripts.command.bookkeeping import keep_run
     from scripts.launch.cluster import resolve_device
     from scripts.launch.model_support import check_model
     from scripts.launch.sft_run import supervised
-    from scripts.plan import budget
 
-    run_dir = invocation.run_dir
     device = resolve_device(invocation.config)
     check_model(invocation.config, trains=True, updates=False)
     config = supervised(invocation.config)
-    refused: list[str] = []
-    if config.dry_run:
-        find_checkpoint(config, run_dir, refused.append)
-        sys.stdout.write(supervised_plan(config, device, run_dir))
-        return Ended(exit_code=0)
-    with locked(run_dir):
-        checkpoint = find_checkpoint(config, run_dir, refused.append)
-        aside, messages = begin(invocation, checkpoint)
-
-        def train(records: "Records") -> Ended:
-            budget.refuse_without_memory(config, device)
-            return _train(config, run_dir, device, checkpoint, aside, records)
-
-        return keep_records(invocation, checkpoint, [*refused, *messages], train)
+    run_dir = invocation.run_dir
+    planned = partial(supervised_plan, config, device, run_dir)
+    return keep_run(invocation, planned, partial(_train, config, run_dir, device))
 
 
 def _train(  # noqa: PLR0913
     config: Config,
     run_dir: Path,
     device: str,
+    records: "Records",
     checkpoint: "Checkpoint | None",
     aside: "SetAside",
-    records: "Records",
 ) -> Ended:
     from scripts.command.beside import dashboard_beside
+    from scripts.command.bookkeeping import BEFORE_THE_FIRST
     from scripts.command.ending import CommandLine, supervised_ending
     from scripts.launch.sft_run import read_supervised, run_supervised
+    from scripts.plan.budget import refuse_without_memory
     from trainer.supervised.recorder import SupervisedRecorder
 
+    refuse_without_memory(config, device)
     console, emit = records.console, records.events.emit
     recorder = SupervisedRecorder(run_dir, records.tracker, console, emit=emit, num_dropped=records.num_dropped)
     if checkpoint is not None:

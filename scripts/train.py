@@ -7,6 +7,7 @@ whose records the audit found something, 130 after Ctrl-C, SIGTERM or SIGHUP.
 import asyncio
 import logging
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from configs.checks.sections import TRAIN_AND_VAL
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from trainer.tracking.set_aside import SetAside
 
 logger = logging.getLogger(__name__)
-BEFORE_THE_FIRST = -1
 
 
 def main() -> None:
@@ -31,9 +31,7 @@ def main() -> None:
 
 
 def train(invocation: Invocation) -> Ended:
-    from scripts.command.bookkeeping import begin, keep_records
-    from scripts.command.resume import find_checkpoint
-    from scripts.command.run_folder import locked
+    from scripts.command.bookkeeping import keep_run
     from scripts.launch.agents import refuse_without_agent
     from scripts.launch.cluster import resolve_device
     from scripts.launch.model_support import check_model
@@ -43,33 +41,23 @@ def train(invocation: Invocation) -> Ended:
     from scripts.plan.plan import plan
     from scripts.plan.preview import refuse_agent_loop
 
-    device = resolve_device(invocation.config)
-    check_model(invocation.config, trains=True, updates=True, device=device)
-    check_engine(invocation.config)
-    check_world(invocation.config, TRAIN_AND_VAL)
-    refuse_without_sandboxes(invocation.config)
-    refuse_without_agent(invocation.config)
-    refused: list[str] = []
-    if invocation.config.dry_run:
-        find_checkpoint(invocation.config, invocation.run_dir, refused.append)
-        sys.stdout.write(plan("train", invocation.config, device, invocation.run_dir, TRAIN_AND_VAL))
-        return Ended(exit_code=0)
-    refuse_agent_loop(invocation.config)
-    with locked(invocation.run_dir):
-        checkpoint = find_checkpoint(invocation.config, invocation.run_dir, refused.append)
-        aside, notes = begin(invocation, checkpoint)
-
-        def training(records: "Records") -> Ended:
-            return _train(invocation, device, checkpoint, aside, records)
-
-        return keep_records(invocation, checkpoint, [*refused, *notes], training)
+    config, device = invocation.config, resolve_device(invocation.config)
+    check_model(config, trains=True, updates=True, device=device)
+    check_engine(config)
+    check_world(config, TRAIN_AND_VAL)
+    refuse_without_sandboxes(config)
+    refuse_without_agent(config)
+    if not config.dry_run:
+        refuse_agent_loop(config)
+    planned = partial(plan, "train", config, device, invocation.run_dir, TRAIN_AND_VAL)
+    return keep_run(invocation, planned, partial(_train, invocation, device))
 
 
 def _train(
-    invocation: Invocation, device: str, checkpoint: "Checkpoint | None", aside: "SetAside", records: "Records"
+    invocation: Invocation, device: str, records: "Records", checkpoint: "Checkpoint | None", aside: "SetAside"
 ) -> Ended:
     from scripts.command.beside import dashboard_beside
-    from scripts.command.bookkeeping import offline_project
+    from scripts.command.bookkeeping import BEFORE_THE_FIRST, offline_project
     from scripts.command.ending import CommandLine
     from scripts.command.resume import read
     from scripts.launch.run import run

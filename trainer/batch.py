@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.schema import Layout
+from configs.schema import Layout, TrainerConfig
 from rollout.types import BoolArray, FloatArray, IntArray, Routes, TokenSequence, TrajectoryGroup
 from trainer.metrics import Metric
 from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
@@ -217,6 +217,26 @@ def assemble(
     rows_of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
     fill = _padded if layout is Layout.rows else _joined
     return lay_out(rows_of_parts, tokens, lambda rows: fill(rows, tokens_per_micro_batch), num_ranks)
+
+
+def assemble_for(
+    trainer: TrainerConfig,
+    groups: Sequence[TrajectoryGroup],
+    tokens: TokenSignals,
+    *,
+    keep_idle: bool,
+    parts: Sequence[Sequence[int]] | None = None,
+) -> StepBatch:
+    """Build the micro-batches of a step (`assemble`) as the config lays them out."""
+    return assemble(
+        groups,
+        tokens,
+        layout=trainer.layout,
+        num_ranks=trainer.data_parallel,
+        tokens_per_micro_batch=trainer.tokens_per_micro_batch,
+        keep_idle=keep_idle,
+        parts=parts,
+    )
 
 
 def learning_trajectories(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> BoolArray:

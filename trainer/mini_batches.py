@@ -14,7 +14,7 @@ from configs.mixture import loss_coefficients
 from configs.schema import Config
 from rollout.types import BoolArray, IntArray, TrajectoryGroup
 from trainer.advantages.credit import keeps_idle, loss_weights
-from trainer.batch import StepBatch, assemble
+from trainer.batch import StepBatch, assemble_for
 from trainer.tokens import TokenSignals
 
 
@@ -31,15 +31,7 @@ def mini_batched(
     owners = owning_groups(groups, tokens)
     parts = _parts(groups, tokens, owners, keep_idle, trainer.mini_batches)
     weighted = _weighted(tokens, [np.flatnonzero(np.isin(owners, part)) for part in parts], config)
-    batch = assemble(
-        groups,
-        _by_source(weighted, groups, config),
-        layout=trainer.layout,
-        num_ranks=trainer.data_parallel,
-        tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-        keep_idle=keep_idle,
-        parts=parts,
-    )
+    batch = assemble_for(trainer, groups, _by_source(weighted, groups, config), keep_idle=keep_idle, parts=parts)
     in_order = batch.optimizer_steps
     epochs = [np.random.default_rng((config.seed, global_steps, epoch)) for epoch in range(trainer.epochs)]
     shuffled = [in_order[place] for random in epochs for place in random.permutation(len(in_order))]

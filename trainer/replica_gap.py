@@ -37,16 +37,12 @@ class ReplicaGap:
     largest: float
 
 
-def replica_gaps(
-    groups: Sequence[TrajectoryGroup], logprobs: FloatArray, global_steps: int, *, ignores_uncomputed: bool = False
-) -> list[ReplicaGap]:
+def replica_gaps(groups: Sequence[TrajectoryGroup], logprobs: FloatArray, global_steps: int) -> list[ReplicaGap]:
     """Return the gap of each replica that sampled a sequence with the weights `global_steps` and no others. A sequence
     that spans an update read keys and values of two versions, which the trainer does not.
 
     Args:
         logprobs: [T] the trainer's at `global_steps`, of the loss tokens of `groups`.
-        ignores_uncomputed: leave out tokens that have NaN there, as `TrainedTokens.logprobs` has where nothing was
-            computed.
     """
     differences: dict[str, list[FloatArray]] = {}
     first_token = 0
@@ -55,7 +51,6 @@ def replica_gaps(
         first_token += len(own)
         if {span.global_steps for span in sequence.spans} == {global_steps}:
             gap = np.abs(sequence.rollout_logprobs[sequence.loss_mask] - own)
-            gap = gap[~np.isnan(own)] if ignores_uncomputed else gap
             differences.setdefault(replica, []).append(gap)
     if first_token != len(logprobs):
         raise ValueError(f"logprobs of {len(logprobs)} loss tokens, but the groups have {first_token}")

@@ -13,11 +13,11 @@ from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.types import FloatArray, TrajectoryGroup
 from trainer.advantages.credit import Credit, assign_credit, needs_scores, no_credit, trainable
-from trainer.batch import StepBatch, StepResult, assemble
+from trainer.batch import StepBatch, StepResult, assemble_for
 from trainer.mini_batches import mini_batched
 from trainer.old_logprobs import MixedBatch, OldLogprobs, mixed_batch, old_metrics
 from trainer.supervised.demonstrations import DemonstrationStream, beside, supervised_batch
-from trainer.tokens import TokenSignals, TrainedTokens, sampled_tokens
+from trainer.tokens import TrainedTokens, sampled_tokens
 from trainer.tracking.events.kinds import StepPart
 
 Score = Callable[[StepBatch], Awaitable[dict[str, FloatArray]]]
@@ -95,7 +95,7 @@ class StepAssembler:
             tokens, scores = sampled_tokens(groups, global_steps, self.config.weight_sync.interval), {}
         if needs_scores(algorithm):
             with part(StepPart.score):
-                scores = await self.score(self._whole(groups, tokens))
+                scores = await self.score(assemble_for(self.config.trainer, groups, tokens, keep_idle=True))
         with part(StepPart.assemble):
             tokens = tokens if early is None else early.signals(tokens)
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
@@ -131,18 +131,6 @@ class StepAssembler:
                 old = await self.old_logprobs(mixed)
         metrics = old_metrics([old] if early is None else [early, old])
         return replace(credit, tokens=old.signals(credit.tokens), metrics=credit.metrics | metrics)
-
-    def _whole(self, groups: Sequence[TrajectoryGroup], tokens: TokenSignals) -> StepBatch:
-        """Return the micro-batches of all the tokens, to score them."""
-        trainer = self.config.trainer
-        return assemble(
-            groups,
-            tokens,
-            layout=trainer.layout,
-            num_ranks=trainer.data_parallel,
-            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-            keep_idle=True,
-        )
 
 
 def broken_rollouts(groups: Sequence[TrajectoryGroup]) -> str | None:

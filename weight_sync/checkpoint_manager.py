@@ -3,7 +3,7 @@
 Replicas do not wait for one another: each pauses when it has staged. No request is aborted, restarted or sent again. A
 replica that could not be brought to the new version is taken out of service and tried once more. If that fails too but
 it holds whole weights, it completes what it has in flight, and the next update may bring it back; otherwise it is given
-up. Too few replicas left is an error. `failure_policy.py` decides, this file acts.
+up. Too few replicas left is an error.
 
 In a transport where all wait for one another, a replica whose machine is out of reach would hold up all others until it
 is declared lost. So an update leaves out those that have been silent for a while; the first one after they answer again
@@ -13,12 +13,12 @@ brings them back.
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from configs.schema import PauseMode, Staging, WeightSyncConfig
-from weight_sync.failure_policy import MISSES_IN_A_ROW, Retries
 from weight_sync.protocol import (
     Manifest,
     PublishOrder,
@@ -36,10 +36,46 @@ from weight_sync.published import PublishedTensors
 T = TypeVar("T")
 LOOK_S = 1.0
 """The seconds between two looks at whether a replica still answers that an update waits for."""
+MISSES_IN_A_ROW = 2
+"""A replica that misses so many updates is given up: each costs the others its deadlines."""
 
 
 class SilentReplicaError(RuntimeError):
     """A replica answers nothing, while others do."""
+
+
+class Retries:
+    """Decides which replicas are tried together, and how often, in one update.
+
+    In a transport where all wait for one another, one failure makes others fail. So a replica that failed by itself is
+    tried once more, after those that it may have made fail, and apart from them. (Both are left to the next update
+    where the trainer has gone on meanwhile.)
+
+    Example:
+        retries = Retries(["a", "b", "c"])
+        for names in retries:                             # {"a", "b", "c"}, then {"a"}, then {"b"}
+            retries.record({"a", "b"}, stopped_by="b")    # b failed, so the trainer stopped sending to a
+    """
+
+    def __init__(self, names: Iterable[str]):
+        self._groups = deque([frozenset(names)])
+        self._failures: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[frozenset[str]]:
+        while self._groups:
+            yield self._groups.popleft()
+
+    def record(self, failed: Collection[str], stopped_by: str | None) -> set[str]:
+        """Takes note of an attempt, and returns the replicas that are not tried again. `stopped_by`: the one that ended
+        the sending by its failure, if one did: then the others that failed had to."""
+        culprits = {name for name in failed if stopped_by in (None, name)}
+        self._failures.update(culprits)
+        again = frozenset(name for name in culprits if self._failures[name] == 1)
+        if victims := frozenset(failed) - culprits:
+            self._groups.appendleft(victims)
+        if again:
+            self._groups.append(again)
+        return culprits - again
 
 
 class _Attempt:

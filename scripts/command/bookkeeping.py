@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from configs.validate import ConfigError
 from rollout.events.driver import DriverEvents
 from scripts.command.command import FAILED, STOPPED, Ended, Invocation, first_error, interruptible
 from scripts.command.ending import CommandLine, stopped
+from scripts.command.resume import find_checkpoint
+from scripts.command.run_folder import locked
 from trainer.checkpoint.store import Checkpoint
 from trainer.tracking.console import Console, make_console
 from trainer.tracking.events.kinds import RunEnded
@@ -30,6 +33,8 @@ from trainer.tracking.tensorboard_sink import TENSORBOARD, TensorboardSink
 
 logger = logging.getLogger(__name__)
 ERROR_FILE = "error.txt"
+BEFORE_THE_FIRST = -1
+"""The step to which a recorder without a checkpoint is restored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +48,31 @@ class Records:
     """Events that were not kept."""
 
 
-def begin(invocation: Invocation, checkpoint: Checkpoint | None) -> tuple[SetAside, list[str]]:
-    """Begin to write into the run folder, which the caller has locked. What earlier processes of the run left there and
-    this one writes anew is set aside.
+def keep_run(
+    invocation: Invocation,
+    plan: Callable[[], str],
+    train: Callable[[Records, Checkpoint | None, SetAside], Ended],
+) -> Ended:
+    """Train in the run folder, which no other process writes into meanwhile; of a dry run, write the plan instead.
+
+    Args:
+        train: it receives the checkpoint that the run continues from, and what takes the records of later steps.
+    """
+    refused: list[str] = []
+    if invocation.config.dry_run:
+        find_checkpoint(invocation.config, invocation.run_dir, refused.append)
+        sys.stdout.write(plan())
+        return Ended(exit_code=0)
+    with locked(invocation.run_dir):
+        checkpoint = find_checkpoint(invocation.config, invocation.run_dir, refused.append)
+        aside, messages = _begin(invocation, checkpoint)
+        messages = [*refused, *messages]
+        return _keep_records(invocation, checkpoint, messages, lambda records: train(records, checkpoint, aside))
+
+
+def _begin(invocation: Invocation, checkpoint: Checkpoint | None) -> tuple[SetAside, list[str]]:
+    """Begin to write into the run folder. What earlier processes of the run left there and this one writes anew is set
+    aside.
 
     Returns what takes more of it, and what to tell the user.
     """
@@ -60,7 +87,7 @@ def begin(invocation: Invocation, checkpoint: Checkpoint | None) -> tuple[SetAsi
     return aside, point_latest_at(invocation.run_dir, beside=invocation.sweep_dir or invocation.run_dir)
 
 
-def keep_records(
+def _keep_records(
     invocation: Invocation, checkpoint: Checkpoint | None, messages: Sequence[str], train: Callable[[Records], Ended]
 ) -> Ended:
     """Train with a console, a metrics file, events and the sinks of the config; an error is also left in error.txt.

@@ -22,7 +22,7 @@ from rollout.types import (
     TrajectoryGroup,
 )
 from scripts.launch.model_support import is_quantized
-from trainer.batch import StepBatch, assemble
+from trainer.batch import StepBatch, assemble_for
 from trainer.replica_gap import MANY_TOKENS, ReplicaGap, refuse_other_replicas, replica_gaps
 from trainer.tokens import sampled_tokens
 from trainer.worker.recovery import RecoveringWorkers
@@ -262,15 +262,8 @@ class ReplicaCheck:
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _batch(self, groups: list[TrajectoryGroup], global_steps: int) -> StepBatch:
-        trainer = self.config.trainer
-        return assemble(
-            groups,
-            sampled_tokens(groups, global_steps),
-            layout=trainer.layout,
-            num_ranks=trainer.data_parallel,
-            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-            keep_idle=True,
-        )
+        tokens = sampled_tokens(groups, global_steps)
+        return assemble_for(self.config.trainer, groups, tokens, keep_idle=True)
 
     def _in_service(self) -> list[Replica]:
         return [replica for replica in self.fleet.replicas.values() if replica.state is ReplicaState.READY]

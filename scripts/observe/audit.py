@@ -31,9 +31,8 @@ from scripts.observe.coverage import (
 )
 from scripts.observe.files import RunError, each_record
 from scripts.observe.proof import Proof, ProofReport
-from scripts.observe.row_audit import RowAudit
 from scripts.observe.run import Run
-from scripts.observe.source_audit import Share, SourceAudit, SourceCounts, shares_of
+from scripts.observe.source_audit import RowAudit, Share, SourceAudit, SourceCounts, shares_of
 from scripts.observe.token_audit import TokenAudit, TokenCounts
 from trainer.tracking.recorder import SUMMARY_FILE
 from trainer.tracking.sinks import METRICS_FILE

@@ -35,11 +35,7 @@ class EngineHost:
     model_path: Path
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        async def within_deadline() -> Any:
-            async with asyncio.timeout(120):
-                return await coroutine
-
-        return self.runner.run(within_deadline())
+        return self.runner.run(asyncio.wait_for(coroutine, 120))
 
     async def every_one_has(self, count: int, num_tokens: int) -> None:
         """Returns when `count` requests run, each with so many tokens at least."""

@@ -73,11 +73,7 @@ class Scene:
     version: int = 0
 
     def run(self, call: Awaitable[Any]) -> Any:
-        async def within_deadline() -> Any:
-            async with asyncio.timeout(200):
-                return await call
-
-        return self.runner.run(within_deadline())
+        return self.runner.run(asyncio.wait_for(call, 200))
 
     async def manager(self, config: WeightSyncConfig) -> CheckpointManager:
         """Trainer and replicas take the config from here on."""

@@ -5,7 +5,6 @@ import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,16 @@ from omegaconf import OmegaConf
 from configs.checkpoint import CHECKPOINTS, CONFIG_FILE
 from configs.schema import Config
 from rollout.types import TrainBatch, TrajectoryGroup
-from tests.support.actors import no_redirect
 from tests.support.recordings import Screen
-from trainer.checkpoint.checkpointer import Checkpointer
+from tests.support.train_workers import make_train_workers
 from trainer.checkpoint.store import CheckpointStore
 from trainer.loop import TrainLoop
 from trainer.supervised.demonstrations import DemonstrationStream
 from trainer.tracking.recorder import RECORDER, RunRecorder
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker
-from trainer.worker.recovery import RecoveringWorkers
-from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.protocol import UpdateReport
 from weight_sync.transports.cleanup import release_all
-from weight_sync.transports.registry import make_sender
 
 OWNER = "recorded-training"
 
@@ -88,13 +83,7 @@ class RecordedTraining:
         tracker = Tracker([JsonlSink(self.run_dir / METRICS_FILE)])
         console: Any = Screen()
         recorder = RunRecorder(self.run_dir, tracker, console, record_tokens=True)
-        group = TrainWorkerGroup(
-            config=config,
-            device="cpu",
-            make_sender=partial(make_sender, config.weight_sync, OWNER),
-            on_start=no_redirect,
-        )
-        workers = RecoveringWorkers(group=group, store=store, config=config, report=[].append)
+        group, workers, checkpointer = make_train_workers(config, store, OWNER, [].append)
         try:
             await workers.setup(str(self.model_path))
             first = 0
@@ -105,15 +94,6 @@ class RecordedTraining:
                 store.set_aside_after(first, aside.move)
             recorder.record_beginning(first, await workers.origin())
             rollouts: Any = HandMade(self.steps, ends_at)
-            checkpointer = Checkpointer(
-                store=store,
-                workers=workers,
-                snapshots={},
-                config=config.checkpoint,
-                total_steps=config.trainer.total_steps,
-                update_interval=1,
-                report=[].append,
-            )
             loop = TrainLoop(
                 config=config,
                 buffer=rollouts,

@@ -29,6 +29,7 @@ class Group:
     start_s: dict[str, float] = field(default_factory=dict)
     gate: asyncio.Event | None = None
     """The event that starting again waits for, if there is one."""
+    errors_end_with_start: bool = False
 
     def _happen(self, event: str) -> None:
         self.events.append(event)
@@ -95,6 +96,7 @@ class Group:
         if self.gate is not None:
             await self.gate.wait()
         self.lost, self.weights = None, []
+        self.errors = {} if self.errors_end_with_start else self.errors
         self._happen("start")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from configs.schema import Config
 from rollout.types import IntArray, TrainBatch, TrajectoryGroup
-from trainer.batch import StepBatch, assemble
+from trainer.batch import StepBatch, assemble_for
 from trainer.mini_batches import mini_batched
 from trainer.tokens import TokenSignals, demonstration_tokens
 from trainer.worker.recovery import RecoveringWorkers
@@ -99,15 +99,8 @@ class Validator:
     config: Config
 
     async def evaluate(self) -> Validation:
-        trainer = self.config.trainer
-        batch = assemble(
-            self.groups,
-            demonstration_tokens(self.groups),
-            layout=trainer.layout,
-            num_ranks=trainer.data_parallel,
-            tokens_per_micro_batch=trainer.tokens_per_micro_batch,
-            keep_idle=False,
-        )
+        tokens = demonstration_tokens(self.groups)
+        batch = assemble_for(self.config.trainer, self.groups, tokens, keep_idle=False)
         logprobs = await self.workers.logprobs(batch)
         return Validation(float(-logprobs.mean(dtype="float64")), batch.num_tokens, (self.workers.global_steps,))
 

@@ -166,11 +166,7 @@ def client_of(server: Server) -> httpx.AsyncClient:
 
 
 def run(scenario: Any) -> Any:
-    async def within_deadline() -> Any:
-        async with asyncio.timeout(DEADLINE_S):
-            return await scenario
-
     try:
-        return asyncio.run(within_deadline())
+        return asyncio.run(asyncio.wait_for(scenario, DEADLINE_S))
     finally:
         release()

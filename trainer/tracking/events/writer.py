@@ -9,7 +9,7 @@ when no file has others any more, the oldest goes as a whole.
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,8 +44,6 @@ class EventWriter:
     """Counts writes that failed, and reports the first."""
     max_mb: int = MAX_MB
     max_waiting: int = MOST_WAITING
-    clock: Callable[[], float] | None = None
-    """The driver's, for events of the writer's own; None takes the time of the event written last."""
     file_bytes: int = field(init=False)
     num_dropped: int = field(default=0, init=False)
     """Events that are not in the files, or not any more. Those that other processes lost are not in it."""
@@ -57,7 +55,7 @@ class EventWriter:
         self._wake, self._ends = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # guards the counts, which the driver's thread and this one change
         self._writing = threading.Lock()  # held by `flush`, which tests and the thread may call at the same time
-        self._time = 0.0
+        self._time = 0.0  # of the event written last: that of the writer's own, too
         self._thin: set[int] = set()  # files without frequent events
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
@@ -110,7 +108,7 @@ class EventWriter:
                 reported, self._untold = self._untold, Counter()
                 total = self.num_dropped
             counts = [
-                Stamped(self._now(), "driver", EventsDropped(count=count, total=total, why=why))
+                Stamped(self._time, "driver", EventsDropped(count=count, total=total, why=why))
                 for why, count in reported.items()
             ]
             try:
@@ -123,9 +121,6 @@ class EventWriter:
                 with self.failed.tolerated(EVENTS_FILE):
                     raise error
                 return  # until the next time
-
-    def _now(self) -> float:
-        return self._time if self.clock is None else self.clock()
 
     def _drop(self, count: int, why: str) -> None:
         with self._lock:

@@ -4,7 +4,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import psutil
@@ -15,16 +14,15 @@ from ray.util.placement_group import placement_group
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
 from tests.support import batches
-from tests.support.actors import no_redirect
 from tests.support.machines import NEEDS_NAMESPACES, Machine
 from tests.support.reference import VOCAB_SIZE, double, random_groups
+from tests.support.train_workers import make_train_workers
 from trainer.batch import StepBatch
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import METADATA, CheckpointStore
 from trainer.tiny.model import build_model, build_tokenizer, save_tiny_model
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
-from weight_sync.transports.registry import make_sender
 
 pytestmark = [pytest.mark.slow, NEEDS_NAMESPACES]
 
@@ -52,11 +50,7 @@ class Scene:
             self.digests.append((await self.workers.train_step(self.steps[step], step)).weights)
 
     def run(self, call: Awaitable[Any]) -> Any:
-        async def within_deadline() -> Any:
-            async with asyncio.timeout(300):
-                return await call
-
-        return self.runner.run(within_deadline())
+        return self.runner.run(asyncio.wait_for(call, 300))
 
     async def save(self, step: int) -> None:
         await self.checkpointer.stage(step)
@@ -76,24 +70,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     runs.mkdir()
     save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0)
     machine = Machine(lacks=runs, num_cpus=1)
-    group = TrainWorkerGroup(
-        config=CONFIG,
-        device="cpu",
-        make_sender=partial(make_sender, CONFIG.weight_sync, "machines"),
-        on_start=no_redirect,
-        placement=placement_group([{"CPU": 1}, {"CPU": 1}], "SPREAD"),
-    )
     store, reports = CheckpointStore(runs / "checkpoints"), list[str]()
-    workers = RecoveringWorkers(group=group, store=store, config=CONFIG, report=reports.append)
-    checkpointer = Checkpointer(
-        store=store,
-        workers=workers,
-        snapshots={},
-        config=CONFIG.checkpoint,
-        total_steps=6,
-        update_interval=1,
-        report=reports.append,
-    )
+    placement = placement_group([{"CPU": 1}, {"CPU": 1}], "SPREAD")
+    group, workers, checkpointer = make_train_workers(CONFIG, store, "machines", reports.append, placement)
     sampler = double(build_model(VOCAB_SIZE, seed=0))
     steps = [batches.pack(random_groups(sampler, seed), Layout.packed, 2, 48) for seed in range(6)]
     with asyncio.Runner() as runner:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
 from tests.support import batches
-from tests.support.actors import no_redirect
 from tests.support.fakes import make_order
 from tests.support.paths import ROOT
 from tests.support.reference import double, random_groups
+from tests.support.train_workers import make_train_workers
 from trainer.batch import StepBatch
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.store import CheckpointStore
@@ -30,7 +29,6 @@ from trainer.metrics import to_floats
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
 from weight_sync.transports.cleanup import release_all
-from weight_sync.transports.registry import make_sender
 
 pytestmark = pytest.mark.slow
 
@@ -56,11 +54,7 @@ class Scene:
     weights: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
 
     def run(self, call: Awaitable[Any]) -> Any:
-        async def within_deadline() -> Any:
-            async with asyncio.timeout(200):
-                return await call
-
-        return self.runner.run(within_deadline())
+        return self.runner.run(asyncio.wait_for(call, 200))
 
     async def rows(self) -> list[dict[str, torch.Tensor]]:
         return await asyncio.gather(*(actor.__ray_call__.remote(local_rows) for actor in self.group.actors))
@@ -76,24 +70,8 @@ def local_rows(actor: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def scene(ray_cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    group = TrainWorkerGroup(
-        config=CONFIG,
-        device="cpu",
-        make_sender=partial(make_sender, CONFIG.weight_sync, OWNER),
-        on_start=no_redirect,
-        release=partial(release_all, CONFIG.weight_sync, OWNER),
-    )
-    store, reports = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints"), []
-    workers = RecoveringWorkers(group=group, store=store, config=CONFIG, report=reports.append)
-    checkpointer = Checkpointer(
-        store=store,
-        workers=workers,
-        snapshots={},
-        config=CONFIG.checkpoint,
-        total_steps=NUM_STEPS,
-        update_interval=1,
-        report=reports.append,
-    )
+    store, reports = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints"), list[str]()
+    group, workers, checkpointer = make_train_workers(CONFIG, store, OWNER, reports.append)
     model = double(Qwen3ForCausalLM.from_pretrained(tiny_model))
     steps = [batches.pack(random_groups(model, seed), Layout.packed, 2, 48) for seed in range(NUM_STEPS)]
     with asyncio.Runner() as runner:

@@ -25,7 +25,7 @@ from scripts.dashboard.routes import Routes
 from scripts.dashboard.status import meanings
 from scripts.observe.events import Window
 from scripts.observe.files import RunError
-from scripts.observe.run import Run, named_runs, newest_run
+from scripts.observe.run import Run, newest_run
 from scripts.observe.view import RunView
 from tests.support.dashboards import HOSTILE, JOB, simulated_run
 from tests.support.happenings import at
@@ -205,6 +205,8 @@ def test_a_folder_of_runs_shows_its_newest_and_all_others(
     assert parsed([str(runs[1])]).runs == (runs[1],) and parsed([str(runs[1])]).roots == ()
     with pytest.raises(RunError, match="must be the folder of a run"):
         parsed([str(tmp_path)])
+    with pytest.raises(RunError, match="no run there; name one with run=FOLDER"):
+        newest_run(tmp_path)
     for name in ("runs/a", "runs/sweep/0", "runs/sweep/1"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("")
@@ -343,17 +345,6 @@ def test_turns_of_a_lost_replica_end_with_it() -> None:
     assert (turn[1], turn[2], turn[11], turn[12]) == (1.0, 30.0, True, "replica-0")
     assert picture["replicas"]["replica-1"]["lost"] == [30.0] and picture["replicas"]["replica-0"]["lost"] == []
     assert picture["replicas"]["replica-0"]["turns"][0][2] is None  # it goes on
-
-
-def test_the_newest_run_is_the_one_that_was_written_last(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no run there; name one with run=FOLDER"):
-        newest_run(tmp_path)
-    for name in ("a", "sweep/0", "sweep/1"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.yaml").write_text("")
-    os.utime(tmp_path / "sweep/0/config.yaml", (2e9, 2e9))
-    assert newest_run(tmp_path) == tmp_path / "sweep/0"
-    assert list(named_runs([tmp_path / "sweep/1"])) == ["1", "0"]
 
 
 def test_the_page_beside_a_run_ends_with_it(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

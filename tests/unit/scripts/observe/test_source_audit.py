@@ -1,16 +1,20 @@
-"""What the records say of each source: its share, and each of its prompts once."""
+"""What the records say of rows and of sources: each row once per epoch, the share of each source, its prompts once."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from rollout.prompts import PromptStream
 from rollout.types import TrajectoryGroup
 from scripts.observe.audit import audit
-from scripts.observe.source_audit import Share, SourceAudit, SourceCounts, shares_of
+from scripts.observe.source_audit import RowAudit, Share, SourceAudit, SourceCounts, shares_of
 from tests.support.compose import changed
 from tests.support.recorded_runs import CONFIG, groups_of, record, sample
+from tests.support.rollouts import make_rows
 
 SHARES = {
     "a": Share(weight=2, group_size=4, is_uniform=True),
@@ -82,3 +86,35 @@ def test_a_recorded_run_is_held_against_its_sources(
         assert found.startswith(expected)
     assert result.sources == {source: SourceCounts(trained=4, discarded=0) for source in "ab"}
     assert "trained prompts by source: 4 of a, 4 of b" in result.sentence
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def row_findings(rows: dict[int, int], *, is_uniform: bool = True) -> list[str]:
+    audit = RowAudit()
+    for ordinal, row in rows.items():
+        audit.take(ordinal, row)
+        audit.take(ordinal, None)
+    return list(audit.findings(is_uniform=is_uniform))
+
+
+@given(num_rows=st.integers(1, 12), length=st.integers(0, 50), gaps=st.sets(st.integers(0, 49), max_size=5))
+def test_a_uniform_run_has_no_finding_however_far_it_came(num_rows: int, length: int, gaps: set[int]) -> None:
+    stream = PromptStream(make_rows(num_rows), seed=1)
+    rows = {prompt.ordinal: prompt.row or 0 for prompt in (stream.next() for _ in range(length))}
+    assert row_findings({ordinal: row for ordinal, row in rows.items() if ordinal not in gaps}) == []
+
+
+@pytest.mark.parametrize("is_uniform", [True, False])
+def test_a_row_that_comes_twice_in_an_epoch_is_found_where_none_may(is_uniform: bool) -> None:
+    rows = {0: 2, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+    expected = ["prompts 4 and 5 of one epoch are both of row 2 of the data"]
+    assert row_findings(rows, is_uniform=is_uniform) == (expected if is_uniform else [])
+
+
+def test_an_ordinal_that_stands_for_two_rows_is_found() -> None:
+    audit = RowAudit()
+    audit.take(3, 1)
+    audit.take(3, 4)
+    assert list(audit.findings(is_uniform=False)) == ["prompt 3 is of the rows 1, 4 of the data"]

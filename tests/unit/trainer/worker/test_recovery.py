@@ -148,13 +148,7 @@ async def test_hanging_past_the_deadline_is_as_good_as_dead(tmp_path: Path) -> N
     scene = Scene(tmp_path)
     await scene.train(0)
     scene.group.errors["train 1"] = TimeoutError("optimizer step 1 took longer than trainer.step_timeout_s=5")
-    started = scene.group.start_again
-
-    async def start_again() -> None:
-        scene.group.errors.clear()
-        await started()
-
-    scene.group.start_again = start_again
+    scene.group.errors_end_with_start = True
     await scene.train(1)
     assert scene.group.weights == ["b0", "b1"]
     assert scene.reports[0].startswith("optimizer step 1 took longer than trainer.step_timeout_s=5: the train w")
@@ -282,13 +276,7 @@ async def test_workers_of_which_one_was_out_of_reach_during_a_call_start_again(t
     manager = Manager(scene.workers)
     await scene.train(0)
     scene.group.errors[during] = TrainWorkerUnreachableError("train worker 1 was out of reach during a call")
-    started = scene.group.start_again
-
-    async def start_again() -> None:
-        scene.group.errors.clear()
-        await started()
-
-    scene.group.start_again = start_again
+    scene.group.errors_end_with_start = True
     await scene.train(1)
     await RecoveringUpdater(manager, scene.workers).update_weights(2)
     assert manager.updates == [{"global_steps": 2, "weights": ["b0", "b1"]}]

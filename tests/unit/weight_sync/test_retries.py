@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weight_sync.failure_policy import Retries
+from weight_sync.checkpoint_manager import Retries
 
 Attempt = tuple[str, str | None]
 """(replicas that fail, the one whose failure stops the sending)"""

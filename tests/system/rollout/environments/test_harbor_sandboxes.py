@@ -170,10 +170,10 @@ def test_the_sandbox_is_stopped_when_all_processes_of_the_run_are_told_to_end(co
 
 
 def test_a_service_that_hangs_costs_the_sandbox_which_is_stopped(config: SandboxConfig) -> None:
-    hanging = replace(with_args(config, hangs_at="exec"), start_timeout_s=20.0)
+    hanging = replace(with_args(config, hangs_at="exec"), start_timeout_s=8.0)
 
     async def run() -> None:
-        with pytest.raises(TimeoutError, match="the start of a sandbox took longer than sandbox.start_timeout_s=20"):
+        with pytest.raises(TimeoutError, match="the start of a sandbox took longer than sandbox.start_timeout_s=8"):
             await Sandbox.start(hanging)
 
     asyncio.run(run())

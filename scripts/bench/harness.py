@@ -1,8 +1,9 @@
 """The harness of all benchmarks: arms that run in turns, repetitions, medians with their range, ratios, table and JSON.
 
 A benchmark asks one question. Its arms are functions which do the same work in different ways, and each call returns
-the figures of one run. Timings on a shared machine drift by a third within minutes, so that two arms are compared only
-by runs that stand next to each other:
+the figures of one run. Timings on
+a shared machine drift by a third within minutes, so that two arms are compared only by runs that stand next to each
+other:
 
     runs = await take_turns({"packed": run_packed, "rows": run_rows}, repeats=3)
     runs.show("forward and backward", {"seconds": ".2f"})
@@ -54,9 +55,9 @@ class Runs:
         """Return the median of every figure of an arm."""
         return {prefix + figure: self.median(figure, arm) for figure in self.by_arm[arm][0]}
 
-    def all_medians(self) -> dict[str, float]:
+    def all_medians(self, prefix: str = "") -> dict[str, float]:
         """Return the median of every figure of every arm, as <arm>_<figure>."""
-        return {name: value for arm in self.by_arm for name, value in self.medians(arm, f"{arm}_").items()}
+        return {name: value for arm in self.by_arm for name, value in self.medians(arm, f"{prefix}{arm}_").items()}
 
     def show(self, title: str, columns: Mapping[str, str] | None = None, *, over: str | None = None) -> None:
         """Write a table with a row for each arm: medians, and where arms have run several times, also the smallest and

@@ -1,7 +1,7 @@
 """The prompt stream: prompts numbered by ordinals, in the order of their rows that the run has, resumable."""
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,24 +47,18 @@ class PromptStream:
     Example:
         stream = PromptStream(rows, seed=0)  # 3 rows
         first_epoch = [stream.next() for _ in range(3)]  # ordinals 0 to 2, each row once
-        resumed = PromptStream(rows, seed=0, ordinal=3, returned=[1])
-        resumed.next(), resumed.next()  # ordinals 1 and 3
+        stream.returned = [1]
+        stream.next(), stream.next()  # ordinals 1 and 3
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Prompt],
-        seed: int,
-        ordinal: int = 0,
-        returned: Iterable[int] = (),
-        order: Order | None = None,
-    ):
-        """`rows`: their prompts, whatever their ordinals. `ordinal`: the first that was never handed out. `returned`:
-        earlier ordinals to hand out again before it, because their groups were lost. `order`: None is uniform."""
+    def __init__(self, rows: Sequence[Prompt], seed: int, order: Order | None = None):
+        """`rows`: their prompts, whatever their ordinals. `order`: None is uniform."""
         self._rows = rows
         self.order = Uniform(len(rows), seed) if order is None else order
-        self.ordinal = ordinal
-        self.returned = sorted(returned)
+        self.ordinal = 0
+        """The first ordinal that was never handed out."""
+        self.returned: list[int] = []
+        """Earlier ordinals, ascending, to hand out again before it, because their groups were lost."""
         self.checksum = zlib.crc32(f"{seed}/{len(rows)}".encode())
         """Checksum of the seed, and of the rows as they are numbered."""
         for row in rows:

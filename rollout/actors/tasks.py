@@ -1,7 +1,7 @@
-"""Coroutines that live and die together."""
+"""Coroutines that live and die together, or with the event loop."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 
@@ -12,3 +12,11 @@ async def run_with_background(main: Coroutine[Any, Any, None], background: Seque
         await group.create_task(main)
         for task in tasks:
             task.cancel()
+
+
+async def end_with_loop(end: Callable[[], None]) -> None:
+    """Wait for the end of the event loop, which cancels its tasks, and call `end`: for what nobody else closes."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        end()

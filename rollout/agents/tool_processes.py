@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.rollout import RolloutConfig, ToolPlace
 from rollout.actors.resident import Resident
+from rollout.actors.tasks import end_with_loop
 
 KEY = "rollout.tools_run_in=process"
 START_KEY = "rollout.start_timeout_s"
@@ -87,7 +88,7 @@ class ToolProcesses:
 
     async def _start(self, pickled: bytes, name: str) -> Resident:
         if self._end is None or self._end.done():
-            self._end = asyncio.create_task(self._end_with_loop())
+            self._end = asyncio.create_task(end_with_loop(self.close))
         process = await Resident.start(pickled, name, self._start_timeout_s, START_KEY)
         self._living.add(process)
         return process
@@ -99,13 +100,6 @@ class ToolProcesses:
     def _stop(self, process: Resident) -> None:
         self._living.discard(process)
         process.end()
-
-    async def _end_with_loop(self) -> None:
-        """Wait for the end of the event loop, which cancels its tasks."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.close()
 
 
 class PlacedEnvironment:

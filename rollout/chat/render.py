@@ -117,9 +117,7 @@ class Renderer:
         rendered = self._template.render(messages, tools, options, generation_prompt=True)
         return self._control_tokens.encode(rendered.text, rendered.mark)
 
-    def answer(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), options: Mapping[str, Any] | None = None
-    ) -> "WrittenAnswer":
+    def answer(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> "WrittenAnswer":
         """Return the token ids with which the model would say the last message, an assistant's, after the others.
 
         They are what the template writes after its generation prompt, up to and with the first token that ends a turn.
@@ -129,7 +127,7 @@ class Renderer:
                 changes a part of it, or writes nothing that would end it.
             ValueError: As `ChatTemplate.render`.
         """
-        answer, mark = self._answer_text(messages, tools, options)
+        answer, mark = self._answer_text(messages, tools)
         message = messages[-1]
         text = answer.replace(mark, "") if mark else answer
         if hidden := hidden_parts(message, text):
@@ -162,24 +160,20 @@ class Renderer:
         """
         return not hidden_parts(messages[-1], self._template.render(messages, tools, generation_prompt=False).plain)
 
-    def _answer_text(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: Mapping[str, Any] | None
-    ) -> tuple[str, str]:
+    def _answer_text(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[str, str]:
         """Return the text that the template writes for the last message after its generation prompt, and the mark in
         it."""
         *before, message = messages
-        prompt = self._template.render(before, tools, options, generation_prompt=True)
-        whole = self._template.render(messages, tools, options, generation_prompt=False)
+        prompt = self._template.render(before, tools, generation_prompt=True)
+        whole = self._template.render(messages, tools, generation_prompt=False)
         text = prompt.text.replace(prompt.mark, whole.mark) if prompt.mark else prompt.text
         if whole.text.startswith(text):
             return whole.text[len(text) :], whole.mark
-        if (answer := self._after_other_history(messages, tools, options)) is None:
+        if (answer := self._after_other_history(messages, tools)) is None:
             raise TemplateRefusalError(_not_after(text, whole.text, message))
         return answer
 
-    def _after_other_history(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: Mapping[str, Any] | None
-    ) -> tuple[str, str] | None:
+    def _after_other_history(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[str, str] | None:
         """Return the same where the message changes how the template writes those before it.
 
         Without its reasoning gpt-oss's shows a call as soon as an answer without calls follows. The message is then
@@ -189,9 +183,9 @@ class Renderer:
         *earlier, last, message = messages if len(messages) > 1 else [_USER, *messages]
         before = [*earlier, replace(last, content=_LAST)]
         other = replace(message, content=_ANSWER, reasoning=None)
-        ends = [self._template.render(before, tools, options, generation_prompt=flag).text for flag in (False, True)]
+        ends = [self._template.render(before, tools, generation_prompt=flag).text for flag in (False, True)]
         whole, changed = (
-            self._template.render([*before, end], tools, options, generation_prompt=False) for end in (message, other)
+            self._template.render([*before, end], tools, generation_prompt=False) for end in (message, other)
         )
         generation_prompt = ends[1].removeprefix(ends[0])
         same = commonprefix([whole.text, changed.text])

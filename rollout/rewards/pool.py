@@ -23,6 +23,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from configs.schema import RolloutConfig
 from rollout.actors.owned import OwnedProcess, ending, kill_group
+from rollout.actors.tasks import end_with_loop
 from rollout.rewards.base import Reward, RewardResult, read_checksum
 from rollout.rewards.outcome import Answer, Raised, described, settled
 from rollout.rewards.registry import find_reward
@@ -113,7 +114,7 @@ class RewardPool:
             arguments = (self._path, self._rollout)
             self._pool = ProcessPool(self._rollout.reward_processes, 0, _load, arguments, _RewardContext())
         if self._end is None or self._end.done():
-            self._end = asyncio.create_task(self._end_with_loop())
+            self._end = asyncio.create_task(end_with_loop(self._stop))
         return self._pool
 
     def _stop(self) -> None:
@@ -122,14 +123,6 @@ class RewardPool:
         if pool is not None:
             pool.stop()
             pool.join()
-
-    async def _end_with_loop(self) -> None:
-        """Wait for the end of the event loop, which cancels its tasks: nobody else knows when a scorer is needed no
-        more."""
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._stop()
 
 
 # -- what runs in a process of the pool --------------------------------------------------------------------------------

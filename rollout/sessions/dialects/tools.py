@@ -83,7 +83,7 @@ def response_tools(fields: Fields) -> list[OfferedTool]:
 
 
 def _openai_tools(fields: Fields, kinds: Sequence[str], *, is_nested: bool) -> Iterator[OfferedTool]:
-    if (kind := _kind(fields, kinds)) is None:
+    if (kind := _kind_of(fields, fields.take("type"), kinds)) is None:
         return
     if kind == "namespace":
         yield from _namespace(fields)
@@ -255,10 +255,6 @@ def checked_choice(fields: Fields, choice: str, tools: Sequence[OfferedTool]) ->
 def _names(tools: Sequence[OfferedTool]) -> str:
     names = ", ".join(tool.spec.name for tool in tools)
     return f"the policy can call {names}" if names else "the policy can call nothing"
-
-
-def _kind(fields: Fields, kinds: Sequence[str]) -> str | None:
-    return _kind_of(fields, fields.take("type"), kinds)
 
 
 def _kind_of(fields: Fields, kind: Any, kinds: Sequence[str]) -> str | None:

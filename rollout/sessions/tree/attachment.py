@@ -10,7 +10,7 @@ import numpy as np
 from rollout.chat.messages import ChatRequest, Finish, Message, Role, ToolSpec
 from rollout.chat.verification import Cause
 from rollout.sessions.tree.canonical import Paths, answered_calls, head_digest, num_system, request_digest, tools_digest
-from rollout.sessions.tree.generation import Delivery, Generation, Names, State
+from rollout.sessions.tree.generation import Delivery, Generation, Names, Place, State
 from rollout.types import IntArray
 
 MIN_QUOTE = 20
@@ -29,30 +29,16 @@ class AnswerPosition(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Attachment:
+class Attachment(Place):
     """The place of a request in the tree, which is known before anything is generated."""
 
     request: ChatRequest
-    conversation: tuple[Message, ...]
-    """All messages, with those of earlier generations where the request only names the one that it continues."""
-    parent: int | None
-    """The generation that the request goes on from; None begins a conversation."""
-    messages: tuple[Message, ...]
-    """The messages after the parent's answer; all where there is no parent."""
-    cause: Cause | None
-    """The reason why the conversation is not the parent's with new messages, or why there is no parent."""
     can_bridge: bool
     """True if `messages` can be appended to the parent's tokens: there is a parent, it did not end by length, and what
     the harness sent before them is what the policy has read, save for the words of the policy itself."""
     recorded: tuple[int, ...]
     """The generations, some of which may still run, whose answers answer this request too: it was sent before. Empty
     where an answer must be generated."""
-    paths: tuple[str, ...]
-    depth: int
-    tools_hash: str
-    head: str
-    digest: str
-    """`paths` to `digest`: as in `Generation`."""
 
 
 class TreeIndex:

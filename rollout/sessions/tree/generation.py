@@ -60,19 +60,16 @@ class Delivery(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Generation:
-    """A node in the tree of a session's generations."""
+class Place:
+    """A place in the tree of a session's generations."""
 
-    number: int
-    """The place of the generation in the order in which they begin."""
     parent: int | None
     """The generation whose answer this one goes on from; None begins a conversation."""
-    call: int
-    """The number of the first generation of the same request: a request for n answers begins n generations."""
     messages: tuple[Message, ...]
     """The messages since the parent's answer; the whole conversation where there is no parent."""
     conversation: tuple[Message, ...]
-    """All messages, as the harness sent them. It is what the policy has read, unless the generation `continues`."""
+    """All messages, as the harness sent them, with those of earlier generations where the request only names the one
+    that it continues. It is what the policy has read, unless the generation `continues`."""
     depth: int
     """The number of messages in the conversation as the harness sent it: the answer counts, and the system messages at
     the beginning do not."""
@@ -87,6 +84,16 @@ class Generation:
     cause: Cause | None
     """The reason why the prompt is not simply the parent's tokens and the new messages, or why there is no parent; None
     where nothing differs, and for a new conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation(Place):
+    """A node in the tree of a session's generations."""
+
+    number: int
+    """The place of the generation in the order in which they begin."""
+    call: int
+    """The number of the first generation of the same request: a request for n answers begins n generations."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """The parameters that the harness asked for: temperature, top_p, penalties."""
     tools: tuple[ToolSpec, ...] = ()

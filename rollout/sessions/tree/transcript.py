@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from rollout.chat.messages import ChatRequest, Finish, Message
 from rollout.chat.verification import Cause
 from rollout.sessions.tree.attachment import Attachment, TreeIndex
-from rollout.sessions.tree.generation import Delivery, Generation, Names, State
+from rollout.sessions.tree.generation import Delivery, Generation, Names, Place, State
 from rollout.sessions.tree.sequences import SessionStatistics, rows, statistics, to_sequence
 from rollout.types import EMPTY, Completion, TokenSequence
 
@@ -92,21 +92,11 @@ class Transcript:
         if attachment.parent is not None:
             self._update(attachment.parent, delivery=Delivery.read)  # the harness quotes the answer, so it has read it
         for number in range(call, call + attachment.request.num_answers):
-            generation = Generation(
-                number=number,
-                parent=attachment.parent,
-                call=call,
-                messages=attachment.messages,
-                conversation=attachment.conversation,
-                depth=attachment.depth,
-                paths=attachment.paths,
-                tools_hash=attachment.tools_hash,
-                head=attachment.head,
-                digest=attachment.digest,
-                cause=attachment.cause,
-                sampling=attachment.request.sampling,
-                tools=attachment.request.tools,
+            request, place = (
+                attachment.request,
+                {column.name: getattr(attachment, column.name) for column in fields(Place)},
             )
+            generation = Generation(number=number, call=call, sampling=request.sampling, tools=request.tools, **place)
             self._generations.append(generation)
             self._index.add(generation)
         return tuple(self._generations[call:])

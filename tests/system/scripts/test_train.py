@@ -44,9 +44,7 @@ def test_the_first_error_of_a_run_is_unwrapped_from_all_its_groups() -> None:
     ("argument", "words"),
     [
         ("trainer.lrr=1", ["trainer.lrr=1", "no such key", "did you mean trainer.lr"]),
-        ("rollout.stale_policy=waitt", ["rollout.stale_policy", "waitt", "wait, mask, drop"]),
         ("rollout.top_p=1.5", ["rollout.top_p=1.5", "must be between 1e-06 and 1"]),
-        ("recipe=arithmetik", ["recipe", "arithmetik", "arithmetic", "gsm8k"]),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_heavy_is_imported(

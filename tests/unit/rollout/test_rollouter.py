@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout import rollouter
-from rollout.buffer import TooFewGroupsError
 from rollout.errors import AgentWorkerLostError, TooFewReplicasError
 from rollout.failures import FailureBudget, GroupFailuresError
 from rollout.progress import PartialCompletion, ProgressReport, TokenDelta, TokenRecord
@@ -76,40 +75,6 @@ def test_filtered_prompts_are_replaced_by_the_next_of_the_stream(
     assert all((len(set(rewards)) == 1) == flat[ordinal % len(flat)] for ordinal, rewards in told)
 
 
-def test_a_stream_of_equal_rewards_ends_the_run_with_the_key() -> None:
-    setup = RolloutSetup(seconds=[1.0], flat=[True])
-
-    async def main() -> None:
-        with pytest.raises(ExceptionGroup) as caught:
-            await setup.rollouter.run()
-        assert caught.group_contains(TooFewGroupsError, match="algorithm.max_sample_batches=10")
-
-    run_virtual(main())
-
-
-def test_what_happens_when_a_run_starts() -> None:
-    """Both replicas are filled with as many groups as there are slots; the next goes where one has ended."""
-    setup = RolloutSetup(seconds=[5.0, 1.0, 5.0, 5.0, 5.0], max_staleness=9)
-
-    async def main() -> None:
-        run = asyncio.create_task(setup.rollouter.run())
-        await asyncio.sleep(2)
-        assert setup.runner.events == [
-            ("start", 0, "a"),
-            ("start", 1, "b"),
-            ("start", 2, "a"),
-            ("start", 3, "b"),
-            ("end", 1, "b"),
-            ("start", 4, "b"),
-        ]
-        assert setup.buffer.gauges()["rollout/ready_groups"] == 1
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-
-    run_virtual(main())
-
-
 def test_a_group_that_fails_ends_the_run_with_its_error() -> None:
     error = RuntimeError("the reward of prompt 1 crashed")
     setup = RolloutSetup(seconds=[50.0, 1.0], errors={1: error})
@@ -122,22 +87,6 @@ def test_a_group_that_fails_ends_the_run_with_its_error() -> None:
         cancelled = {event for event in setup.runner.events if event[0] == "cancel"}
         assert cancelled == {("cancel", 0, "a"), ("cancel", 2, "a")}
         assert setup.reserved == 0, "nothing runs any more, so nothing holds room"
-
-    run_virtual(main())
-
-
-def test_cancelling_the_run_gives_back_all_room() -> None:
-    """Of groups that run, and of the one that has room and waits for a slot."""
-    setup = RolloutSetup(seconds=[50.0], max_staleness=0)
-
-    async def main() -> None:
-        run = asyncio.create_task(setup.rollouter.run())
-        await asyncio.sleep(1)
-        assert setup.reserved == 3 * GROUP_SIZE
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert setup.reserved == 0
 
     run_virtual(main())
 

@@ -78,18 +78,6 @@ async def test_a_group_above_the_limit_waits_for_an_idle_replica() -> None:
     assert await router.acquire(7) == "a"
 
 
-async def test_nothing_is_routed_to_an_ejected_replica_until_it_is_admitted() -> None:
-    router = ReplicaRouter(["a", "b"], max_inflight=8)
-    await router.eject("a", RuntimeError("out of memory"))
-    assert router.healthy == ["b"]
-    assert [await router.acquire(4), await router.acquire(4)] == ["b", "b"]
-    waiter = asyncio.create_task(router.acquire(4))
-    await settle()
-    assert not waiter.done()
-    await router.admit("a")
-    assert await waiter == "a"
-
-
 async def test_with_the_last_replica_removed_every_waiter_is_told_every_error() -> None:
     router = ReplicaRouter(["a", "b"], max_inflight=1)
     assert [await router.acquire(1), await router.acquire(1)] == ["a", "b"]

@@ -40,10 +40,6 @@ def finish(ledger: SlotLedger, *slots: Slot) -> None:
         ledger.finish(slot, slot.claimed_version)
 
 
-def ids(*slots: Slot) -> list[int]:
-    return [slot.slot_id for slot in slots]
-
-
 def test_window_in_versions_and_in_steps() -> None:
     """Updates come every 3 steps: version 6 samples for step 6 first, and versions 9 and 12 follow before step 14."""
     window = StalenessWindow(groups_per_step=4, max_staleness=2, update_interval=3)
@@ -61,22 +57,6 @@ def test_a_tag_between_two_updates_is_as_stale_as_the_version_that_was_live() ->
     assert [staleness(29, step, interval=3) for step in (29, 30, 32, 33, 34)] == [0, 1, 1, 2, 2]
     assert [window.last_step(version) for version in (27, 28, 29, 30)] == [32, 32, 32, 35]
     assert [window.is_fresh(29, step) for step in (32, 33)] == [True, False]
-
-
-def test_a_straggler_is_waited_for_only_at_its_last_step() -> None:
-    ledger = make_ledger(groups_per_step=1, max_staleness=2)
-    straggler, *others = claim(ledger, 3)
-    finish(ledger, *others)
-    assert ledger.select(0) == ids(others[0])
-    ledger.advance(1)
-    assert ledger.select(1) == ids(others[1])
-    ledger.advance(2)
-    late = ledger.claim()
-    ledger.finish(late, 2)
-    assert ledger.select(2) is None, "version 0 may be trained up to step 2: now it is the straggler's turn"
-    finish(ledger, straggler)
-    assert ledger.select(2) == ids(straggler)
-    assert ledger.select(3) == ids(late)
 
 
 def test_advance_frees_what_was_trained_before_that_version_and_refuses_to_go_back() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.rollout import RewardPlace
 from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker import AgentWorker, Relay
@@ -16,7 +15,6 @@ from rollout.errors import NoTokensError, ReplicaLostError
 from rollout.progress import Attempt, EpisodesOpen
 from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult
-from rollout.rewards.scoring import load_scorer
 from rollout.types import (
     EMPTY,
     Completion,
@@ -506,25 +504,6 @@ def test_a_reward_reads_what_the_policy_said_turn_by_turn_and_no_tool() -> None:
     [sample] = evaluated.samples
     assert sample.answer == "Let me look.\nI do not know."
     assert sample.response == f"{Tells.said}Let me look.{Tells.said}I do not know.{Tells.said}"
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_flexible", "dapo", "math_verify", "format"])
-def test_no_built_in_reward_counts_what_a_tool_said(name: str) -> None:
-    """Not even where it is what the reward looks for, and in evaluation no more than in training."""
-    rollout = RolloutConfig(reward=name, reward_runs_in=RewardPlace.thread, format_pattern=".*42.*")
-    loop = Tells()
-    loop.said = "#### 42\nAnswer: 42\n\\boxed{42}"
-    worker = make_worker(config=Config(rollout=rollout), loop=loop, r0=FakeReplica("I do not know.", "Let me look."))
-    worker.scorer = load_scorer(rollout)
-
-    async def both() -> tuple[Any, Any]:
-        prompt = replace(make_prompt(42), ground_truth="42")
-        part = await worker.evaluate([prompt], "r0", SAMPLING, 1)
-        return await group_of(worker.run_group(prompt, "r0", SAMPLING, 1, Attempt())), part[0].samples[0]
-
-    group, sample = asyncio.run(both())
-    assert group.trajectories[0].reward == (-1 if name == "dapo" else 0)
-    assert group.trajectories[0].error is None and sample.accuracy == 0
 
 
 def test_what_a_loop_leaves_out_of_the_loss_is_still_what_the_policy_said() -> None:

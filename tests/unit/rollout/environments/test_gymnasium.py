@@ -184,12 +184,6 @@ def test_reasoning_is_no_action() -> None:
     assert episode.result is not None and episode.result.reward == 1.5
 
 
-def test_observations_are_capped() -> None:
-    loop = loop_of(env=HOUSE, max_turns=1, max_observation_tokens=5)
-    episode = play(loop, ["look"], prompt=prompt_of(loop, chat=False))
-    assert episode.metrics["cut_observations"] == 2, "the first, and the answer to the turn"
-
-
 def test_codecs_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "codecs_of_mine", module)

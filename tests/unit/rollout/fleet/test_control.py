@@ -12,7 +12,7 @@ from configs.schema import PauseMode
 from rollout.errors import FleetPauseError, PauseConflictError
 from rollout.fleet.control import RETRY_S, FleetControl
 from rollout.replica.replica import RolloutReplica
-from tests.support.fakes import ClockedEngine, answer, make_replica, now, settle, start_group, update
+from tests.support.fakes import ClockedEngine, answer, make_replica, now, settle, start_group
 from tests.support.fleets import FleetSetup, on_fleet
 from tests.support.http_clients import fleet_client
 from weight_sync.protocol import ReplicaStatus
@@ -85,17 +85,6 @@ async def test_a_pause_is_complete_when_it_is_complete_on_every_replica(
     assert answer((await group)[0]) == tokens
 
 
-@on_fleet()
-async def test_requests_are_aborted_wherever_they_are(setup: FleetSetup) -> None:
-    groups = setup.start(9, 9)
-    await asyncio.sleep(2.5)
-    assert sorted(await setup.control.abort({"a0", "b1", "unknown"})) == ["a0", "b1"]
-    await setup.control.pause(PauseMode.keep)
-    assert sorted(await setup.control.abort()) == ["a1", "b0"]
-    assert [answer(completion) for completion in await groups["a"]] == [(2, "abort"), (3, "abort")]
-    assert [answer(completion) for completion in await groups["b"]] == [(3, "abort"), (2, "abort")]
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 @on_fleet(num_replicas=3)
 async def test_when_one_does_not_pause_the_others_go_on_and_it_is_named(setup: FleetSetup, hangs: bool) -> None:
@@ -152,20 +141,6 @@ async def test_who_joined_during_a_pause_that_fails_is_as_the_others_are(
         await pausing
     state = None if before is None else "wait"
     assert await setup.paused() == {"a": state, "b": before and before.value, late.name: state}
-
-
-@on_fleet()
-async def test_any_client_sees_the_version_and_state_of_every_replica(setup: FleetSetup) -> None:
-    await update(setup.replicas["a"], 4)
-    setup.engines["b"].errors["swap"] = OSError()
-    with pytest.raises(OSError):
-        await update(setup.replicas["b"], 4)
-    await setup.replicas["a"].pause(PauseMode.wait)
-    assert await setup.control.statuses() == [
-        ReplicaStatus(name="a", global_steps=4, pause_mode="wait", torn=False, frozen=True, is_paused=True),
-        ReplicaStatus(name="b", global_steps=0, pause_mode=None, torn=True, frozen=True, is_paused=True),
-    ]
-    assert await setup.control.is_paused(), "torn is frozen too"
 
 
 # -- replicas that do not answer, and orders that cross ---------------------------------------------------------------

@@ -155,16 +155,6 @@ async def test_the_same_routes_act_on_all_replicas() -> None:
         assert 'slipstream_running_requests{replica="r1"} 0.0' in metrics
 
 
-async def test_a_replica_that_fails_is_named_and_the_others_go_on() -> None:
-    engines = [ClockedEngine(), ClockedEngine()]
-    async with fleet_client(*engines) as (replicas, client, _):
-        engines[1].errors["freeze"] = RuntimeError("no reply")
-        failed = await client.post("/pause?mode=keep")
-        assert failed.status_code == 500
-        assert failed.json()["replicas"] == {"r1": "no reply"}
-        assert not replicas[0].is_paused()
-
-
 @pytest.mark.parametrize(("errors", "status"), [({}, 504), ({"freeze": OSError("no reply")}, 500)])
 async def test_a_pause_past_its_deadline_is_504_where_nothing_else_fails(
     errors: dict[str, Exception], status: int

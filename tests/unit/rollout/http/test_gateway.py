@@ -152,27 +152,6 @@ async def test_errors_of_the_replica_are_passed_on(status: int) -> None:
     assert (client.status, client.body) == (status, b'{"error": "no such model"}')
 
 
-async def test_requests_go_to_the_least_loaded_replica_in_service() -> None:
-    upstream = Upstream()
-    app, router = gateway(upstream)
-    tasks = []
-    for _ in range(3):
-        tasks.append(Client(app).start())
-        await settle()
-    await router.eject("r0", RuntimeError("torn"))
-    tasks.append(Client(app).start())
-    await settle()
-    assert [request.url.host for request in upstream.requests] == [
-        "replica-0",
-        "replica-1",
-        "replica-0",
-        "replica-1",
-    ]
-    for _ in tasks:
-        upstream.parts.put_nowait(None)
-    await asyncio.gather(*tasks)
-
-
 async def test_a_client_that_goes_away_ends_its_request_at_the_replica() -> None:
     upstream = Upstream()
     app, router = gateway(upstream)

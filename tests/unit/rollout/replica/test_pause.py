@@ -52,24 +52,6 @@ async def test_a_pause_returns_when_it_is_complete(
 
 @pytest.mark.parametrize("mode", MODES)
 @on_engine()
-async def test_requests_sent_while_paused_are_frozen_can_be_aborted_and_run_after_the_resume(
-    control: PauseControl, engine: ClockedEngine, mode: PauseMode
-) -> None:
-    await control.pause(mode)
-    tasks = {name: start(engine, name, 2) for name in "abc"}
-    await asyncio.sleep(50)
-    assert not any(task.done() for task in tasks.values()) and engine.step_starts == []
-    assert await control.abort({"b", "unknown"}) == ["b"]
-    ended = await tasks["b"]
-    assert answer(ended) == (0, "abort") and ended.spans == () and len(ended.logprobs) == 0
-    assert now() == 50 and control.mode is mode
-    await control.resume()
-    assert [answer(await tasks[name]) for name in "ac"] == [(2, "stop")] * 2
-    assert now() == 52
-
-
-@pytest.mark.parametrize("mode", MODES)
-@on_engine()
 async def test_clearing_the_cache_is_told_to_the_engine_also_when_it_is_paused_already(
     control: PauseControl, engine: ClockedEngine, mode: PauseMode
 ) -> None:

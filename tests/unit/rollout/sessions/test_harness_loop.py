@@ -7,7 +7,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import anthropic
 import httpx
 import numpy as np
 import openai
@@ -83,30 +82,6 @@ async def test_a_harness_over_the_openai_sdk_is_one_sequence_of_what_was_sampled
     assert policy.tokenizer.decode(sequence.prompt_ids).count("What is 6 times 7?") == 1
     assert [span.global_steps for span in sequence.spans] == [0, 0]
     assert (episode.finish_reason, episode.result) == ("stop", RewardResult(reward=1.0))
-
-
-async def uses_anthropic(task: HarnessTask, connection: Connection) -> float:
-    tool: Any = {"name": "calculator", "description": "Computes.", "input_schema": {"type": "object"}}
-    messages: list[Any] = [{"role": "user", "content": task.prompt}]
-    async with anthropic.AsyncAnthropic(base_url=connection.url, api_key=connection.key) as client:
-        for _ in range(4):
-            async with client.messages.stream(model="any", max_tokens=200, messages=messages, tools=[tool]) as stream:
-                answer = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": [part.model_dump() for part in answer.content]})
-            calls = [part for part in answer.content if part.type == "tool_use"]
-            if not calls:
-                return 1.0
-            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "42"} for call in calls]
-            messages.append({"role": "user", "content": results})
-    return 0.0
-
-
-@on_real_clock
-async def test_a_harness_over_the_anthropic_sdk_streams_and_is_one_sequence_too() -> None:
-    policy = Policy(calls_then_answers)
-    episode = await run_one(Function(uses_anthropic), policy)
-    assert len(episode.sequences) == 1 and episode.result == RewardResult(reward=1.0)
-    assert episode.sequences[0].loss_mask.sum() == sum(completion.num_tokens for completion in policy.sampled.values())
 
 
 @on_real_clock

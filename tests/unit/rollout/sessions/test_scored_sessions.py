@@ -1,22 +1,17 @@
 """Sessions that rollout.reward scores: it reads what the policy said, and neither tools nor the harness."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import openai
-import pytest
 
 from configs.schema import Config, RolloutConfig
 from rollout.agents.worker import AgentWorker
-from rollout.progress import Attempt
 from rollout.rewards.base import RewardResult
-from rollout.rewards.scoring import load_scorer
 from rollout.types import GenerationRequest, Prompt, SamplingParams
 from tests.support.harnesses import ClientHarness, Policy, episode_task, harness_loop
 from tests.support.real_clock import on_real_clock
 from tests.support.rewards import threaded
-from tests.support.rollouts import group_of
 
 CALL = '<tool_call>\n{"name": "run_tests", "arguments": {}}\n</tool_call>'
 TOOL: Any = {"type": "function", "function": {"name": "run_tests", "parameters": {"type": "object"}}}
@@ -46,19 +41,6 @@ def worker_of(loop: Any, policy: Policy, scorer: Any) -> AgentWorker:
 
 async def echo(prompt: Prompt, text: str) -> RewardResult:
     return RewardResult(reward=1.0, answer=text)
-
-
-@pytest.mark.parametrize("reward", ["gsm8k", "gsm8k_flexible", "dapo"])
-@on_real_clock
-async def test_the_answer_of_a_tool_is_not_the_policys(reward: str) -> None:
-    policy, sampling = Policy(does_not_know), SamplingParams(max_tokens=1000)
-    async with harness_loop(ClientHarness(agent)) as loop:
-        worker = worker_of(loop, policy, load_scorer(RolloutConfig(reward=reward)))
-        group = await group_of(worker.run_group(episode_task().prompt, "r0", sampling, 2, Attempt()))
-        [evaluated] = await worker.evaluate([replace(episode_task().prompt, ordinal=8)], "r0", sampling, 1)
-    assert [trajectory.error for trajectory in group.trajectories] == [None, None]
-    assert {trajectory.reward for trajectory in group.trajectories} == {-1.0 if reward == "dapo" else 0.0}
-    assert evaluated.samples[0].accuracy == 0 and RESULT in evaluated.samples[0].response
 
 
 @on_real_clock

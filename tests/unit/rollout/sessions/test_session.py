@@ -15,7 +15,7 @@ from rollout.sessions.dialects.dialect import PromptRequest
 from rollout.sessions.errors import SessionLimitError
 from rollout.sessions.session import Session
 from rollout.sessions.tree.generation import State
-from rollout.types import Completion, GenerationRequest, VersionSpan
+from rollout.types import Completion, GenerationRequest
 from tests.support.chat_models import chat_tokenizer
 from tests.support.fakes import make_completion
 from tests.support.harnesses import FAMILY, Policy, episode_task
@@ -129,18 +129,6 @@ async def test_who_asks_again_gets_an_answer_of_his_own_while_the_old_one_ends()
     (answer,) = await session.answer(asks("Hi", is_retry=True))
     assert answer.finish is Finish.stop and answer.completion.token_ids.tolist() == SAMPLED
     assert [generation.state for generation in session.transcript.generations] == [State.cancelled, State.finished]
-
-
-@on_real_clock
-async def test_an_answer_during_which_the_weights_were_updated_has_the_spans_of_both() -> None:
-    engine = Engine()
-    engine.may_end.set()
-    session = session_on(engine)
-    (answer,) = await session.answer(asks("Hi"))
-    (sequence,) = session.transcript.sequences()
-    half, end = len(SAMPLED) // 2, len(SAMPLED)
-    assert answer.message.content == "The answer is" and half > 0
-    assert sequence.spans == (VersionSpan(0, half, 4), VersionSpan(half, end, 5))
 
 
 @on_real_clock

@@ -29,16 +29,6 @@ from tests.support.conversations import (
 QUESTION = (system("be brief"), user("2 + 2?"))
 
 
-def test_tokens_between_turns_are_masked_without_version_and_logprob() -> None:
-    chat = Conversations()
-    first = chat.ask(*QUESTION, versions=(4, 5))
-    chat.ask(*QUESTION, said(first), user("and?"), versions=(5,))
-    (only,) = chat.transcript.sequences()
-    assert only.loss_mask.tolist() == [True, True, False, False, True]
-    assert only.token_versions().tolist() == [4, 5, -1, -1, 5]
-    assert (only.rollout_logprobs == -only.response_ids * only.loss_mask).all()
-
-
 # -- what the client does ----------------------------------------------------------------------------------------------
 
 
@@ -123,20 +113,6 @@ def test_a_cancelled_generation_is_kept_and_not_trained() -> None:
     assert chat.transcript.generation(gone.number).completion.num_tokens == 2
 
 
-def test_best_of_n_is_n_siblings_each_trained_once() -> None:
-    chat = Conversations()
-    chosen, other = chat.begin(*QUESTION, num_answers=2)
-    for generation in (chosen, other):
-        chat.finish(generation.number, f"answer {generation.number}")
-    chat.ask(*QUESTION, assistant("answer 0"), user("why?"))
-    chat.ask(*QUESTION)  # and one more of the same
-    first, second, third = chat.transcript.sequences()
-    assert len(sampled([first])) == 6 and len(sampled([second])) == 3 and len(sampled([third])) == 3
-    assert len(set(sampled((first, second, third)))) == 12
-    assert chat.transcript.statistics().forks == {}
-    assert chat.attach(*QUESTION, num_answers=2, is_retry=True).recorded == (0, 1)
-
-
 # -- what the harness does ---------------------------------------------------------------------------------------------
 
 
@@ -152,19 +128,6 @@ def test_a_history_without_reasoning_forks_with_its_cause_if_the_template_is_fol
     assert [sequence.prompt_ids.tolist() for sequence in chat.transcript.sequences()][1] == [1, 2, 3]
     assert chat.transcript.statistics().forks == {Cause.template: 1}
     assert chat.transcript.statistics().merged_fraction == 0.0
-
-
-def test_compaction_begins_a_sequence_and_keeps_the_old_one() -> None:
-    chat = Conversations()
-    summary = "Summary:\nTwo and two were added, with care."
-    first = chat.ask(*QUESTION)
-    second = chat.ask(*QUESTION, said(first), user("sum up what was done"), text=summary)
-    third = chat.ask(QUESTION[0], user(f"You go on from here. {summary.splitlines()[1]} Now what is 3 + 3?"))
-    assert (third.parent, third.cause) == (None, Cause.compaction)
-    old, new = chat.transcript.sequences()
-    assert sampled([old]) == [*first.completion.token_ids.tolist(), *second.completion.token_ids.tolist()]
-    assert new.prompt_ids.tolist() == third.prompt_ids.tolist() and sampled([new]) == sampled([new, old])[:3]
-    assert chat.transcript.statistics().forks == {Cause.compaction: 1}
 
 
 def test_a_node_that_ended_by_length_is_not_extended_silently() -> None:
@@ -230,15 +193,6 @@ def test_examples_and_attempts_from_the_same_beginning_are_no_forks() -> None:
         chat.ask(*examples)
     counts = chat.transcript.statistics()
     assert (counts.num_sequences, counts.merged_fraction, counts.reread_tokens) == (3, 1.0, 0)
-
-
-def test_an_answer_without_tokens_is_in_no_sequence_and_hides_nothing() -> None:
-    """A full context is answered with nothing and "length"."""
-    chat = Conversations()
-    first = chat.ask(*QUESTION)
-    chat.ask(*QUESTION, said(first), user("go on"), versions=(), finish=Finish.length)
-    (only,) = chat.transcript.sequences()
-    assert only.token_ids.tolist() == first.token_ids.tolist()
 
 
 def test_a_sequence_goes_on_over_an_answer_without_tokens() -> None:

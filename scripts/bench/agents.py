@@ -34,12 +34,9 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 
 from configs.schema import AlgorithmConfig, Config, RolloutConfig, TrainerConfig, WeightSyncConfig
 from rollout.agents.environment import Step, Turn
@@ -54,8 +51,8 @@ from rollout.replica.replica import RolloutReplica
 from rollout.router import max_inflight
 from rollout.types import Completion, GenerationRequest, Prompt
 from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_turns
-from scripts.bench.models import ON_CPU, write_config
-from scripts.bench.updates import engine_spec, started_engine
+from scripts.bench.models import ON_CPU
+from scripts.bench.updates import random_engine
 from scripts.launch.driver import make_rollouter
 from scripts.simulate.stand_ins import NO_REWARD
 
@@ -109,7 +106,7 @@ def main() -> None:
         options,
         {
             "simulated": lambda: measure_simulated(Job(num_groups=options.groups)),
-            "vllm": lambda: asyncio.run(measure_vllm(Job(num_groups=64, mean_tool_s=0.5), options.repeats)),
+            "vllm": lambda: measure_vllm(Job(num_groups=64, mean_tool_s=0.5), options.repeats),
             "slow_env": lambda: measure_slow_env(Job(num_groups=128, seats=SLOW_SEATS)),
         },
     )
@@ -121,14 +118,10 @@ def measure_simulated(job: Job) -> Figures:
 
 
 async def measure_vllm(job: Job, repeats: int) -> Figures:
-    seq_tokens = PROMPT_TOKENS + MAX_RESPONSE_TOKENS
-    with TemporaryDirectory(prefix="bench_agents-") as folder:
-        write_config(ON_CPU, Path(folder), torch.float32)
-        spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=seq_tokens, num_seqs=job.seats)
-        async with started_engine(spec) as engine:
-            replica = await started(engine)
-            await run_groups(Job(num_groups=2, mean_tool_s=0.01), ARMS[0], replica)  # the first requests are slow
-            runs = await take_turns({arm: lambda _, arm=arm: run_groups(job, arm, replica) for arm in ARMS}, repeats)
+    async with random_engine(ON_CPU, seq_tokens=PROMPT_TOKENS + MAX_RESPONSE_TOKENS, num_seqs=job.seats) as engine:
+        replica = await started(engine)
+        await run_groups(Job(num_groups=2, mean_tool_s=0.01), ARMS[0], replica)  # the first requests are slow
+        runs = await take_turns(lambda arm, _: run_groups(job, arm, replica), ARMS, repeats)
     return {f"vllm_{name}": value for name, value in _compared("vllm", job, runs).items()}
 
 

@@ -15,30 +15,23 @@ share of the best number's that the most seats reach.
 """
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
-import torch
 
 from rollout.engines.admission import Admission
 from rollout.engines.base import Engine
 from rollout.engines.virtual_clock import run_virtual
-from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench import routing
 from scripts.bench.common import LengthOf, LogNormalLengths
-from scripts.bench.harness import Figures, make_arms, make_parser, take_turns
-from scripts.bench.models import ON_CPU, write_config
+from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_turns
+from scripts.bench.models import ON_CPU
 from scripts.bench.routing import Work
-from scripts.bench.updates import engine_spec
-from scripts.observe.tables import show_table, write_json
+from scripts.bench.updates import random_engine
 from scripts.simulate.engine import ProfiledEngine
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
@@ -108,16 +101,14 @@ def simulated() -> dict[str, float]:
     figures = dict[str, float]()
     for name, length_of in lengths(1000).items():
 
-        async def run(seats: int, length_of: LengthOf = length_of) -> tuple[float, int]:
+        async def run(seats: int, length_of: LengthOf = length_of) -> Figures:
             engine = ProfiledEngine(PROFILE, Machine(PROFILE, 1), seats)
             await engine.tag_loaded(0)
-            return await answer_all(engine, length_of, count=1024, prompt=PROMPT), engine.num_preempted
+            rate = await answer_all(engine, length_of, count=1024, prompt=PROMPT)
+            return {"tokens_per_s": rate, "preempted": engine.num_preempted}
 
-        rates = {seats: run_virtual(run(seats)) for seats in SEATS}
-        rows = [[str(seats), f"{rate:.0f}", str(preempted)] for seats, (rate, preempted) in rates.items()]
-        show_table(f"simulated engine, {name}", ["seats", "tokens/s", "preempted"], rows)
-        figures |= {f"simulated_{name}_{seats}": rate for seats, (rate, _) in rates.items()}
-        figures[f"simulated_{name}_share"] = rates[SEATS[-1]][0] / max(rate for rate, _ in rates.values())
+        runs = Runs.exact({str(seats): run_virtual(run(seats)) for seats in SEATS})
+        figures |= rates_of(f"simulated engine, {name}", f"simulated_{name}", "tokens_per_s", runs)
     return figures
 
 
@@ -126,60 +117,49 @@ def agents() -> dict[str, float]:
     figures, profile = dict[str, float](), replace(PROFILE, kv_tokens=AGENTS_KV_TOKENS)
     for tool_s in TOOLS_S:
         work = Work(turns=16, prompt=1500, turn_tokens=100, said=200, tool_s=tool_s, groups_per_replica=20)
-        rates = {room: run_virtual(routing.simulated(work, "groups", 1, room=room, profile=profile)) for room in ROOMS}
-        rows = [[str(room), f"{of['tokens_per_s']:.0f}", f"{of['hits']:.2f}"] for room, of in rates.items()]
-        show_table(f"tools of {tool_s:g} s", ["episodes", "tokens/s", "prompt tokens in the cache"], rows)
-        name = f"agents_{tool_s:g}s"
-        figures |= {f"{name}_{room}": of["tokens_per_s"] for room, of in rates.items()}
-        best = max(of["tokens_per_s"] for of in rates.values())
-        figures[f"{name}_share"] = rates[ROOMS[-1]]["tokens_per_s"] / best
+        by_room = {str(room): routing.simulated(work, "groups", 1, room=room, profile=profile) for room in ROOMS}
+        runs = Runs.exact({room: run_virtual(run) for room, run in by_room.items()})
+        title = f"by episodes, tools of {tool_s:g} s; hits are prompt tokens in the cache"
+        figures |= rates_of(title, f"agents_{tool_s:g}s", "tokens_per_s", runs)
     return figures
 
 
 async def on_vllm(repeats: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(ON_CPU, Path(folder), torch.float32)
-        spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=1024, num_seqs=REAL_SEATS[-1])
-        spec = replace(spec, kv_cache_bytes=ON_CPU.kv_bytes(REAL_KV_TOKENS, 4))
-        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
-        from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
+    figures, kv_bytes = dict[str, float](), ON_CPU.kv_bytes(REAL_KV_TOKENS, 4)
+    async with random_engine(ON_CPU, seq_tokens=1024, num_seqs=REAL_SEATS[-1], kv_cache_bytes=kv_bytes) as engine:
+        await engine.tag_loaded(0)
+        for name, length_of in lengths(100).items():
 
-        engine = VllmEngine(spec)
-        try:
-            await engine.tag_loaded(0)
-            figures = dict[str, float]()
-            for name, length_of in lengths(100).items():
+            async def run(seats: int, repetition: int, length_of: LengthOf = length_of) -> Figures:
+                engine._llm.admission = Admission(seats)  # nothing runs
+                attempt = 1000 + repetition
+                rate = await answer_all(
+                    engine, length_of, count=64, prompt=REAL_PROMPT, attempt=attempt, clock=engine_cpu_s
+                )
+                return {"tokens_per_cpu_s": rate}
 
-                async def run(seats: str, repetition: int, length_of: LengthOf = length_of) -> Figures:
-                    engine._llm.admission = Admission(int(seats))  # nothing runs
-                    attempt = 1000 + repetition
-                    rate = await answer_all(
-                        engine, length_of, count=64, prompt=REAL_PROMPT, attempt=attempt, clock=engine_cpu_s
-                    )
-                    return {"tokens_per_cpu_s": rate}
+            runs = await take_turns(run, {str(seats): seats for seats in REAL_SEATS}, repeats)
+            figures |= rates_of(f"vLLM on the CPU, {name}", f"vllm_{name}", "tokens_per_cpu_s", runs)
+    return figures
 
-                arms: Any = make_arms(run, map(str, REAL_SEATS))  # pyright: ignore[reportArgumentType]
-                runs = await take_turns(arms, repeats)
-                runs.show(f"vLLM on the CPU, {name}", {"tokens_per_cpu_s": ".0f"}, over=str(REAL_SEATS[-1]))
-                rates = {seats: runs.median("tokens_per_cpu_s", str(seats)) for seats in REAL_SEATS}
-                figures |= {f"vllm_{name}_{seats}": rate for seats, rate in rates.items()}
-                figures[f"vllm_{name}_share"] = rates[REAL_SEATS[-1]] / max(rates.values())
-            return figures
-        finally:
-            engine.shutdown()
+
+def rates_of(title: str, name: str, figure: str, runs: Runs) -> dict[str, float]:
+    """Show a table of a distribution. Returns the rate of each number of seats, and the share of the best that the
+    most seats reach."""
+    most = list(runs.by_arm)[-1]
+    runs.show(title, over=most)
+    rates = {seats: runs.median(figure, seats) for seats in runs.by_arm}
+    return {f"{name}_{seats}": rate for seats, rate in rates.items()} | {
+        f"{name}_share": rates[most] / max(rates.values())
+    }
 
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=3, parts=["simulated", "agents"])
     parser.add_argument("--vllm", action="store_true", help="a real engine, too")
     options = parser.parse_args()
-    figures = dict[str, float]()
-    for name, part in {"simulated": simulated, "agents": agents}.items():
-        if name in options.only:
-            figures |= part()
-    if options.vllm:
-        figures |= asyncio.run(on_vllm(options.repeats))
-    write_json(figures)
+    options.only = [*options.only, *(["vllm"] if options.vllm else [])]
+    run_parts(options, {"simulated": simulated, "agents": agents, "vllm": lambda: on_vllm(options.repeats)})
 
 
 if __name__ == "__main__":

@@ -23,28 +23,22 @@ The last line is JSON, with <work>_<arm>_ before each: `hits`, the share of prom
 """
 
 import asyncio
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from rollout.engines.base import Engine
 from rollout.engines.simulated import simulated_manifest
 from rollout.engines.virtual_clock import run_virtual
-from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.router import ReplicaRouter, max_inflight
 from rollout.types import Completion, GenerationRequest, SamplingParams
-from scripts.bench.harness import Figures, make_parser, progress, take_turns
-from scripts.bench.models import ON_CPU, write_config
-from scripts.bench.updates import engine_spec
-from scripts.observe.tables import show_table, write_json
+from scripts.bench.harness import Figures, Runs, make_parser, take_turns
+from scripts.bench.models import ON_CPU
+from scripts.bench.updates import random_engine
+from scripts.observe.tables import write_json
 from scripts.simulate.engine import ProfiledEngine
 from scripts.simulate.kv_cache import KvSegment
 from scripts.simulate.machine import Machine
@@ -163,7 +157,7 @@ class Bench:
             seconds, sampled = clock() - began, self.sampled_tokens
         if updating is not None:
             updating.cancel()
-        return {"hits": self.cached_tokens / self.prompt_tokens, "tokens_per_s": sampled / seconds}
+        return {"tokens_per_s": sampled / seconds, "hits": self.cached_tokens / self.prompt_tokens}
 
     def _preferred(self, ordinal: int) -> str | None:
         if self.arm == "groups":
@@ -246,34 +240,23 @@ async def simulated(
     return await Bench(work, arm, engines, room=room).run()
 
 
-async def on_vllm(repeats: int) -> dict[str, Figures]:
+async def on_vllm(repeats: int) -> Figures:
     """Run the small work on two engines. Every run has prompts of its own, so that no cache helps another."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(ON_CPU, Path(folder), torch.float32)
-        spec = engine_spec(ON_CPU, Path(folder), "cpu", seq_tokens=1024, num_seqs=SEATS)
-        spec = replace(spec, kv_cache_bytes=ON_CPU.kv_bytes(64 * 1024, 4))
-        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
-        from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
+    seeds, figures, kv_bytes = count(), dict[str, float](), ON_CPU.kv_bytes(64 * 1024, 4)
+    first, second = (random_engine(ON_CPU, seq_tokens=1024, num_seqs=SEATS, kv_cache_bytes=kv_bytes) for _ in range(2))
+    async with first as engine, second as other:
+        engines: Mapping[str, Engine] = {"replica-0": engine, "replica-1": other}
+        for each in engines.values():
+            await each.tag_loaded(0)
+        for name, work in SMALL.items():
 
-        engines: dict[str, Any] = {}
-        seeds, figures = count(), dict[str, Figures]()
-        try:
-            for index in range(2):
-                engine = engines[f"replica-{index}"] = VllmEngine(spec)
-                await engine.tag_loaded(0)
-            for name, work in SMALL.items():
+            async def run(arm: str, _: int, work: Work = work) -> Figures:
+                return await Bench(work, arm, engines, seed=next(seeds), room=2 * GROUP, is_real=True).run()
 
-                async def run(arm: str, work: Work = work) -> Figures:
-                    return await Bench(work, arm, engines, seed=next(seeds), room=2 * GROUP, is_real=True).run()
-
-                arms = {arm: lambda _, arm=arm: run(arm) for arm in ARMS}
-                runs = await take_turns(arms, repeats, warm_ups=1)
-                runs.show(f"{name} on two real engines", {"tokens_per_s": ".0f", "hits": ".3f"}, over="groups")
-                figures |= {f"vllm_{name}_{arm}": runs.medians(arm) for arm in ARMS}
-        finally:
-            for engine in engines.values():
-                engine.shutdown()
-        return figures
+            runs = await take_turns(run, ARMS, repeats, warm_ups=1)
+            runs.show(f"{name} on two real engines", {"tokens_per_s": ".0f", "hits": ".3f"}, over="groups")
+            figures |= runs.all_medians(f"vllm_{name}_")
+    return figures
 
 
 def main() -> None:
@@ -281,21 +264,15 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=64, help="simulated replicas [64]")
     parser.add_argument("--vllm", action="store_true", help="two real engines, too")
     options = parser.parse_args()
-    figures = dict[str, Figures]()
+    figures = dict[str, float]()
     for name in options.only:
-        for arm in ARMS:
-            figures[f"{name}_{arm}"] = run_virtual(simulated(WORK[name], arm, options.replicas))
-            progress(f"{name}, {arm}: {figures[f'{name}_{arm}']}")
-        today = figures[f"{name}_groups"]["tokens_per_s"]
-        rows = [
-            [arm, f"{of['hits']:.3f}", f"{of['tokens_per_s']:.0f}", f"{of['tokens_per_s'] / today:.2f}"]
-            for arm in ARMS
-            if (of := figures[f"{name}_{arm}"])
-        ]
-        show_table(f"{name} on {options.replicas} simulated replicas", ["arm", "hits", "tokens/s", "over groups"], rows)
+        runs = Runs.exact({arm: run_virtual(simulated(WORK[name], arm, options.replicas)) for arm in ARMS})
+        title = f"{name} on {options.replicas} simulated replicas"
+        runs.show(title, {"tokens_per_s": ".0f", "hits": ".3f"}, over="groups")
+        figures |= runs.all_medians(f"{name}_")
     if options.vllm:
         figures |= asyncio.run(on_vllm(options.repeats))
-    write_json({f"{run}_{name}": value for run, of in figures.items() for name, value in of.items()})
+    write_json(figures)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from scripts.bench.harness import Figures, Runs, progress
-from scripts.bench.models import Shape
+from scripts.bench.models import Shape, write_config
 from scripts.launch.driver import make_fleet
 from weight_sync.adapter import factor_names
 from weight_sync.checkpoint_manager import CheckpointManager
@@ -191,23 +192,25 @@ def engine_spec(
     *,
     seq_tokens: int,
     num_seqs: int = NUM_REQUESTS + 1,
-    staging: Staging = Staging.host,
 ) -> EngineSpec:
     """Return an engine of random weights, in float32 on a CPU and bfloat16 on a GPU."""
-    itemsize = 2 if device == "cuda" else 4
+    dtype = dtype_on(device)
     return EngineSpec(
         model_path=str(model),
         device=device,
-        dtype="bfloat16" if device == "cuda" else "float32",
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=seq_tokens,
         max_num_seqs=num_seqs,
-        kv_cache_bytes=shape.kv_bytes((seq_tokens + 32) * num_seqs, itemsize),  # and one block more for each
+        kv_cache_bytes=shape.kv_bytes((seq_tokens + 32) * num_seqs, dtype.itemsize),  # and one block more for each
         gpu_memory_utilization=0.5,
         tensor_parallel_size=1,
         enforce_eager=True,
-        staging_on_device=staging is Staging.device,
         engine_args={"load_format": "dummy"},
     )
+
+
+def dtype_on(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 @dataclass(slots=True, kw_only=True)
@@ -215,7 +218,7 @@ class Host:
     """One engine, shared by all arms."""
 
     engine: "TimedEngine"
-    spec: EngineSpec
+    seq_tokens: int
     nbytes: int
     """The bytes of all weights."""
     settle_s: float
@@ -235,7 +238,7 @@ class Host:
             GenerationRequest(
                 request_id=RequestId(ordinal=batch, episode=index),
                 prompt_ids=tuple(chance.randrange(5, 250) for _ in range(chance.randint(*PROMPT_TOKENS))),
-                sampling=SamplingParams(max_tokens=self.spec.max_model_len - PROMPT_TOKENS[1], ignore_eos=True),
+                sampling=SamplingParams(max_tokens=self.seq_tokens - PROMPT_TOKENS[1], ignore_eos=True),
             )
             for index in range(count)
         ]
@@ -251,6 +254,22 @@ async def started_engine(spec: EngineSpec) -> AsyncIterator["TimedEngine"]:
         yield engine
     finally:
         engine.shutdown()
+
+
+@asynccontextmanager
+async def random_engine(
+    shape: Shape, device: str = "cpu", *, seq_tokens: int, num_seqs: int = NUM_REQUESTS + 1, **changes: Any
+) -> AsyncIterator["TimedEngine"]:
+    """Start an engine of random weights.
+
+    Args:
+        changes: Fields of its spec that differ from those of `engine_spec`.
+    """
+    with TemporaryDirectory(prefix="bench-") as folder:
+        write_config(shape, Path(folder), dtype_on(device))
+        spec = engine_spec(shape, Path(folder), device, seq_tokens=seq_tokens, num_seqs=num_seqs)
+        async with started_engine(replace(spec, **changes)) as engine:
+            yield engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

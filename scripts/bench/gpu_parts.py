@@ -476,8 +476,7 @@ FIGURES = (
 
 def run_over_cuda_ipc(setting: Setting) -> Figures:
     """Train a short run of the tiny model whose replica maps the trainer's memory; over shared memory on a CPU."""
-    job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100")
-    return run_training(setting, "shared_gpu", [*(() if setting.dry_run else job), "trainer.eval_every=0"])
+    return _run_tiny(setting, "shared_gpu", ())
 
 
 def run_over_vllm_ipc(setting: Setting) -> Figures:
@@ -487,9 +486,13 @@ def run_over_vllm_ipc(setting: Setting) -> Figures:
     if not setting.dry_run and "ipc" not in sending:
         progress("this version of vLLM has no trainer's half of ipc: nothing is run")
         return {}
-    job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100", "weight_sync.transport=vllm:ipc")
-    overrides = [*(() if setting.dry_run else job), "weight_sync.staging=none", "trainer.eval_every=0"]
-    return run_training(setting, "shared_gpu_vllm", overrides)
+    transport = () if setting.dry_run else ("weight_sync.transport=vllm:ipc",)
+    return _run_tiny(setting, "shared_gpu_vllm", (*transport, "weight_sync.staging=none"))
+
+
+def _run_tiny(setting: Setting, name: str, overrides: Sequence[str]) -> Figures:
+    job = () if setting.dry_run else ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100")
+    return run_training(setting, name, [*job, *overrides, "trainer.eval_every=0"])
 
 
 def run_default_recipe(setting: Setting) -> Figures:

@@ -12,7 +12,7 @@ from rollout.engines.virtual_clock import run_virtual
 from rollout.events.driver import Write
 from rollout.types import Prompt, TrainBatch, TrajectoryGroup, staleness
 from scripts.simulate.engine import ProfiledEngine
-from scripts.simulate.episodes import ByThemselves, DrawnReward, Draws, Together
+from scripts.simulate.episodes import ByThemselves, Draws, Together, drawn_reward
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.setup import Setup
@@ -96,7 +96,7 @@ class _Simulated:
             engines=engines,
             workers=trainer,
             loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
-            scorer=DrawnReward(self.draws).scorer(),
+            scorer=drawn_reward(self.draws),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
             held_out=[
@@ -185,7 +185,7 @@ class Meter:
     _waits: list[float] = field(default_factory=list)
     _tokens: list[Counter[int]] = field(default_factory=list)
     """The number of trained tokens of each step, by staleness."""
-    _buffer: TrajectoryBuffer | None = None
+    _buffer: TrajectoryBuffer = field(init=False)
 
     def of(self, buffer: TrajectoryBuffer) -> "Meter":
         self._buffer = buffer
@@ -193,11 +193,9 @@ class Meter:
 
     @property
     def ready(self) -> Sequence[TrajectoryGroup]:
-        assert self._buffer is not None
         return self._buffer.ready
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
-        assert self._buffer is not None
         self.mark()
         batch = await self._buffer.next_batch(global_steps)
         self._waits.append(self._clock() - self._marks[-1].time)
@@ -215,11 +213,9 @@ class Meter:
         return batch
 
     async def advance(self, global_steps: int) -> None:
-        assert self._buffer is not None
         await self._buffer.advance(global_steps)
 
     def gauges(self) -> dict[str, float]:
-        assert self._buffer is not None
         return self._buffer.gauges()
 
     def mark(self) -> None:

@@ -27,7 +27,7 @@ from scripts.migrate.counterparts import (
 
 ALGORITHM, POLICY = "trainer.algorithm", "trainer.policy"
 CRITIC = f"{ALGORITHM}.advantage_estimator"
-"""Where it is gae, there is a critic."""
+"""The key of the estimator, which has a critic as `gae`."""
 BATCH, MINI_BATCH = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 ENGINES = ("generator.inference_engine", "generator")
 """The section of the engines' keys, and where they were before."""

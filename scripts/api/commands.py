@@ -6,6 +6,7 @@ what a run does: what is allowed, what is checked and what a run folder holds is
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from scripts.api import functions
 from scripts.api.functions import reference, refuse
 from scripts.api.process import CommandProcess, Outcome
 from scripts.api.results import EvaluationResult, Server, TrainResult, UnprovenError, read_summary
-from scripts.api.rows import lines_of, write_rows
 from scripts.api.words import Reward, reward_text, text, words
 from scripts.command.command import STOPPED, UNPROVEN
+from trainer.tracking.sinks import write_atomically
 
 Rows = Iterable[Mapping[str, Any]]
 Data = str | PathLike[str] | Rows | Mapping[str, Any]
@@ -33,6 +34,8 @@ Data = str | PathLike[str] | Rows | Mapping[str, Any]
 VAL_SHARE = 0.1
 """The share of the prompts that is held out, where data is given to `train` and nothing says what is held out."""
 LOOPS = "rollout.environments.named"
+ROWS_FOLDER = "data"
+"""The folder of the rows in a run folder."""
 
 
 def train(
@@ -277,6 +280,40 @@ def _composed(command: str, line: Sequence[str]) -> ComposedJob:
     overrides = expand_folder(line) if command == "evaluate" else list(line)
     check_overrides(overrides)
     return compose_job(command, overrides)
+
+
+# -- rows, which a resumed or replayed run reads again -----------------------------------------------------------------
+
+
+def lines_of(key: str, rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return the rows as JSON, one a line. Raises ConfigError, which names the row."""
+    if not isinstance(rows, Iterable):
+        raise ConfigError(f"{key}: must be rows, a file or keys of the section, is {type(rows).__name__}")
+    lines: list[str] = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"{key}: row {number} must be a dict, is {type(row).__name__}")
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=True, allow_nan=False, default=_plain))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: row {number} is not JSON: {error}") from error
+    if not lines:
+        raise ConfigError(f"{key}: has no rows")
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _plain(value: object) -> Any:
+    """Return numpy's numbers and arrays as Python's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def write_rows(run_dir: Path, name: str, lines: bytes) -> Path:
+    """Write the rows, and return their file. Its name says its content, so that no other run's file is replaced."""
+    file = run_dir / ROWS_FOLDER / f"{name}-{sha256(lines).hexdigest()[:12]}.jsonl"
+    write_atomically(file, lines)
+    return file
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

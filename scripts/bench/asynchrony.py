@@ -28,7 +28,7 @@ The last line is JSON, with medians over repetitions; a part that is not run lea
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,13 @@ from rollout.replica.replica_group import ReplicaActor
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest, Prompt, SamplingParams
 from scripts.bench.common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, coin_reward
-from scripts.bench.harness import Figures, make_arms, make_parser, run_parts, take_turns
+from scripts.bench.harness import Figures, make_parser, run_parts, take_turns
 from scripts.bench.simulated_job import Job, limit_ratio, run_job
-from scripts.bench.trainings import another_run, started_run
+from scripts.bench.trainings import another_run, started_run, train
 from scripts.launch.driver import make_rollouter
-from scripts.launch.run import Training
 from scripts.launch.start import StartedRun
 from scripts.observe.tables import show_table
 from trainer.ports import WeightUpdater
-from trainer.tracking.console import PlainConsole
-from trainer.tracking.recorder import RunRecorder
-from trainer.tracking.samples import StepSamples
-from trainer.tracking.sinks import Tracker
 from weight_sync.protocol import UpdateReport
 
 PARTS = ("simulated", "vllm", "trainer", "framework")
@@ -77,9 +72,9 @@ def main() -> None:
         options,
         {
             "simulated": lambda: measure_simulated(num_steps=10 if quick else 60),
-            "vllm": lambda: asyncio.run(measure_vllm(run_dir / "vllm", 5 if quick else 16, repeats)),
-            "trainer": lambda: asyncio.run(measure_trainer(run_dir / "trainer", 5 if quick else 20, repeats)),
-            "framework": lambda: asyncio.run(measure_framework(run_dir / "framework", 16 if quick else 64, repeats)),
+            "vllm": lambda: measure_vllm(run_dir / "vllm", 5 if quick else 16, repeats),
+            "trainer": lambda: measure_trainer(run_dir / "trainer", 5 if quick else 20, repeats),
+            "framework": lambda: measure_framework(run_dir / "framework", 16 if quick else 64, repeats),
         },
     )
 
@@ -128,18 +123,14 @@ def vllm_config(num_steps: int) -> Config:
 async def measure_vllm(run_dir: Path, num_steps: int, repeats: int) -> Figures:
     config, figures = vllm_config(num_steps), {}
     async with started_run(config, run_dir, agent_loop=ForcedLengths(LENGTHS)) as parts:
-
-        async def train(arm: str, number: int) -> Figures:
-            return await _train_once(config, parts, run_dir, *jobs[arm], number)
-
         jobs = {
             f"{lengths}, max_staleness={staleness}": (lengths, staleness)
             for lengths in ("equal", "longtail")
             for staleness in (0, DEFAULT_STALENESS)
         }
         short = replace(config, trainer=replace(config.trainer, total_steps=3))
-        await _train_once(short, parts, run_dir, "equal", DEFAULT_STALENESS, -1)  # warms up
-        runs = await take_turns(make_arms(train, jobs), repeats)
+        await _train_once(short, parts, run_dir, "equal", DEFAULT_STALENESS)  # warms up
+        runs = await take_turns(lambda job, _: _train_once(config, parts, run_dir, *job), jobs, repeats)
     columns = {"samples_per_s": ".1f", "trainer_idle": ".0%", "replica_idle": ".0%"}
     runs.show("vLLM: trainings of 8 prompts x 8 responses of 48 tokens on average a step", columns)
     for lengths in ("equal", "longtail"):
@@ -160,12 +151,12 @@ async def measure_trainer(run_dir: Path, num_steps: int, repeats: int) -> Figure
         trainer=replace(config.trainer, prompts_per_step=1, layout=Layout.tree),
     )
     async with started_run(config, run_dir, agent_loop=ForcedLengths(LENGTHS)) as parts:
-
-        async def train(number: int, waits: bool = False) -> Figures:
-            return await _train_once(config, parts, run_dir, "short", DEFAULT_STALENESS, number, waits=waits)
-
-        arms = {"goes on": train, "waits": lambda number: train(number, waits=True)}
-        runs = await take_turns(arms, repeats, warm_ups=1)
+        runs = await take_turns(
+            lambda waits, _: _train_once(config, parts, run_dir, "short", DEFAULT_STALENESS, waits=waits),
+            {"goes on": False, "waits": True},
+            repeats,
+            warm_ups=1,
+        )
     title = "vLLM: 40M parameters, 4 short responses a step; while an update goes live, the trainer ..."
     runs.show(title, {"samples_per_s": ".1f"}, over="waits")
     return {"trainer_going_on_over_waiting": runs.ratio("samples_per_s", "goes on", over="waits")}
@@ -191,53 +182,23 @@ class WaitingUpdater:
 
 
 async def _train_once(
-    config: Config,
-    parts: StartedRun,
-    run_dir: Path,
-    lengths: str,
-    max_staleness: int,
-    repetition: int,
-    *,
-    waits: bool = False,
+    config: Config, parts: StartedRun, run_dir: Path, lengths: str, max_staleness: int, *, waits: bool = False
 ) -> Figures:
     """Train on the started replicas. `waits`: every step begins only when the weights before it are live."""
     config = replace(config, rollout=replace(config.rollout, max_staleness=max_staleness))
-    arm_dir = run_dir / f"{lengths}-{max_staleness}-{repetition}{'-waits' if waits else ''}"
-    metrics = StepMetrics()
     parts.workers.global_steps = 0
     started = await another_run(config, parts, parts.workers)
     if waits:
         started = replace(started, manager=WaitingUpdater(started.manager))
     started = replace(started, rows=replace(parts.rows, train=_labelled(parts.rows.train, lengths)))
-    with (run_dir / "console.log").open("a") as log:
-        console = PlainConsole(config.trainer.total_steps, log)
-        recorder = RunRecorder(arm_dir, Tracker([metrics]), console)
-        await Training(config=config, started=started, console=console, recorder=recorder).run()
-    return metrics.figures(recorder.counts.trajectories)
-
-
-@dataclass(slots=True)
-class StepMetrics:
-    """A sink that keeps the metrics of every step."""
-
-    name = "bench"
-    steps: list[Mapping[str, float]] = field(default_factory=list)
-
-    def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
-        if "timing_s/step" in metrics:
-            self.steps.append(metrics)
-
-    def close(self, exit_code: int) -> None: ...
-
-    def figures(self, num_trajectories: int) -> Figures:
-        seconds = sum(metrics["timing_s/step"] for metrics in self.steps)
-        later = self.steps[1:]  # the replicas' first interval includes the evaluation before the training
-        later_s = sum(metrics["timing_s/step"] for metrics in later)
-        return {
-            "samples_per_s": num_trajectories / seconds,
-            "trainer_idle": 1 - sum(metrics["perf/trainer_busy_s"] for metrics in self.steps) / seconds,
-            "replica_idle": sum(step["perf/replica_idle"] * step["timing_s/step"] for step in later) / later_s,
-        }
+    curve = await train(config, started, run_dir)
+    later = curve.metrics[1:]  # the replicas' first interval includes the evaluation before the training
+    seconds, later_s = (sum(step["timing_s/step"] for step in steps) for steps in (curve.metrics, later))
+    return {
+        "samples_per_s": curve.counts.trajectories / seconds,
+        "trainer_idle": 1 - sum(step["perf/trainer_busy_s"] for step in curve.metrics) / seconds,
+        "replica_idle": sum(step["perf/replica_idle"] * step["timing_s/step"] for step in later) / later_s,
+    }
 
 
 def _labelled(rows: list[Prompt], lengths: str) -> list[Prompt]:
@@ -291,10 +252,10 @@ async def measure_framework(run_dir: Path, num_groups: int, repeats: int) -> Fig
     async with started_run(config, run_dir, actor_class=BareReplicaActor, agent_loop=loop) as parts:
         await parts.manager.update_weights(0)
         arms = {
-            "bare": lambda _: _generate_bare(config, parts, num_groups),
-            "framework": lambda _: _generate_by_framework(config, parts),
+            "bare": lambda: _generate_bare(config, parts, num_groups),
+            "framework": lambda: _generate_by_framework(config, parts),
         }
-        runs = await take_turns(arms, repeats, warm_ups=1)  # fills the prefix cache for both
+        runs = await take_turns(lambda arm, _: arm(), arms, repeats, warm_ups=1)  # fills the prefix cache for both
     title = "framework cost: 8 responses of 64 to 200 tokens per prompt, 64 seats"
     runs.show(title, {"tokens_per_s": ",.0f"}, over="bare")
     return {"framework_over_bare_engine": runs.ratio("tokens_per_s", "framework", over="bare")}

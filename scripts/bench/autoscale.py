@@ -81,10 +81,11 @@ class Scene(Nothing):
         self._config, self._machine = setup.config(), Machine(PROFILE, 1)
         run = SimulatedRun(
             config=self._config,
-            replicas=[self._replica(f"replica-{index}") for index in range(self.num_replicas)],
+            engines=[self._engine() for _ in range(self.num_replicas)],
             workers=ProfiledTrainer(PROFILE, self._machine, 1),
             loop=Together(ChangingDraws(PROFILE, third=self.steps // 3 * setup.prompts_per_step)),
             recorder=self,
+            collect_s=1.0,
             beside=self._beside,
             as_source=self._keep_buffer,
             as_runner=self._keep_agents,
@@ -92,9 +93,8 @@ class Scene(Nothing):
         await run.train()
         return self._figures()
 
-    def _replica(self, name: str) -> RolloutReplica:
-        engine = ProfiledEngine(PROFILE, self._machine, SETUP.max_num_seqs)
-        return RolloutReplica(name, engine, self._config.weight_sync)
+    def _engine(self) -> ProfiledEngine:
+        return ProfiledEngine(PROFILE, self._machine, SETUP.max_num_seqs)
 
     def _keep_buffer(self, buffer: TrajectoryBuffer) -> TrajectoryBuffer:
         self._buffer = buffer
@@ -111,7 +111,7 @@ class Scene(Nothing):
 
         async def start(name: str) -> RolloutReplica:
             await asyncio.sleep(START_S)
-            replica = self._replica(name)
+            replica = RolloutReplica(name, self._engine(), self._config.weight_sync)
             self._agents.replicas[name] = replica.generate_group
             return replica
 

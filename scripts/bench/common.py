@@ -17,16 +17,27 @@ import numpy as np
 
 from configs.runtime.environment import PYTHON_PATH, REPO_ROOT
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
-from rollout.types import Completion, GenerationRequest, Prompt, TokenSequence
+from rollout.types import Completion, GenerationRequest, IntArray, Prompt, TokenSequence, VersionSpan
 
 QUIET = ("plain_console=true", "wandb.mode=disabled")
 LengthOf = Callable[[int, int], int]
 """(prompt ordinal, index in its group) -> response length in tokens."""
 ToolSecondsOf = Callable[[int, int], float]
 """(prompt ordinal, index in its group) -> seconds of the episode's tool, 0 if it has none."""
-TOOL_SAYS = Completion(
-    token_ids=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), spans=(), finish_reason="stop"
-)
+
+
+def scripted(token_ids: IntArray) -> Completion:
+    """Return the answer of a policy that follows a script, and is sure of every token."""
+    size = len(token_ids)
+    return Completion(
+        token_ids=token_ids,
+        logprobs=np.zeros(size, np.float32),
+        spans=(VersionSpan(0, size, 0),),
+        finish_reason="stop",
+    )
+
+
+TOOL_SAYS = replace(scripted(np.zeros(1, np.int32)), spans=())
 """The answer of a tool: one token, which the policy did not sample."""
 
 

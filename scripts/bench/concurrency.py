@@ -149,7 +149,9 @@ def rates_of(title: str, name: str, figure: str, runs: Runs) -> dict[str, float]
     most = list(runs.by_arm)[-1]
     runs.show(title, over=most)
     rates = {seats: runs.median(figure, seats) for seats in runs.by_arm}
-    return {f"{name}_{seats}": rate for seats, rate in rates.items()} | {f"{name}_share": rates[most] / max(rates.values())}
+    return {f"{name}_{seats}": rate for seats, rate in rates.items()} | {
+        f"{name}_share": rates[most] / max(rates.values())
+    }
 
 
 def main() -> None:

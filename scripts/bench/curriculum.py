@@ -32,7 +32,8 @@ from configs.data import CurriculumConfig, DataConfig
 from configs.schema import Config
 from rollout.data.arithmetic import EVENTS, ITEMS, NAMES, OPENINGS, QUESTIONS, Problem, sloppy_answer
 from scripts.bench.harness import make_parser
-from scripts.bench.learning import Curve, draw, train_all
+from scripts.bench.learning import draw, last, train_all
+from scripts.bench.trainings import Curve
 from scripts.observe.tables import show_table, write_json
 
 EASY, HARD = 2, 3
@@ -113,7 +114,7 @@ def main() -> None:
     for arm, of_arm in curves.items():
         needed = [rollouts_until(curve, options.target) for curve in of_arm]
         rollouts = [count or max(curve.samples.values()) for count, curve in zip(needed, of_arm, strict=True)]
-        ends = [curve.last()["accuracy"] for curve in of_arm]
+        ends = [last(curve)["accuracy"] for curve in of_arm]
         before = mean(curve.accuracy[0] for curve in of_arm)
         shown = ["not reached" if count is None else str(count) for count in needed]
         rows.append([arm, *shown, f"{mean(rollouts):.0f}", f"{before:.3f}", f"{mean(ends):.3f}"])

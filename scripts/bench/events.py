@@ -41,28 +41,21 @@ def main() -> None:
 async def measure(job: Job, repeats: int, folder: Path) -> Figures:
     """Return the figures of the last line. `folder` is empty, and takes the events."""
 
-    async def in_real_time(run_dir: Path | None) -> Figures:
-        with written(run_dir) as write:
+    async def in_real_time(is_on: bool, number: int) -> Figures:
+        with written(folder / f"real-{number}" if is_on else None) as write:
             outcome = await run_job_here(job, MAX_STALENESS, write=write)
         return {"step_s": outcome.seconds / job.num_steps}
 
-    def virtually(run_dir: Path | None) -> Figures:
+    def virtually(is_on: bool, number: int) -> Figures:
         began = time.process_time()
-        with written(run_dir) as write:
+        with written(folder / f"virtual-{number}" if is_on else None) as write:
             run_virtual(run_job_here(job, MAX_STALENESS, write=write))
         return {"cpu_s": time.process_time() - began}
 
-    real = await take_turns(
-        {"on": lambda number: in_real_time(folder / f"real-{number}"), "off": lambda number: in_real_time(None)},
-        repeats,
-    )
-    virtual = await take_turns(  # in threads, because a virtual clock needs an event loop of its own
-        {
-            "on": lambda number: asyncio.to_thread(virtually, folder / f"virtual-{number}"),
-            "off": lambda number: asyncio.to_thread(virtually, None),
-        },
-        repeats,
-    )
+    arms = {"on": True, "off": False}
+    real = await take_turns(in_real_time, arms, repeats)
+    # In threads, because a virtual clock needs an event loop of its own.
+    virtual = await take_turns(lambda *arm: asyncio.to_thread(virtually, *arm), arms, repeats)
     files = [path for _, path in event_files(folder / "virtual-0")]
     num_events = sum(path.read_bytes().count(b"\n") for path in files)
     cpu = zip(virtual.values("cpu_s", "on"), virtual.values("cpu_s", "off"), strict=True)

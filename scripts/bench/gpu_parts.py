@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,12 +37,11 @@ from configs.schema import (
     WeightSyncConfig,
 )
 from configs.trainer import GradientCheckpointing
-from rollout.engines.base import EngineSpec
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench import trainer, tree
 from scripts.bench.common import coin_reward, peak_host_bytes, train
-from scripts.bench.harness import Figures, Runs, make_arms, progress, take_turns
+from scripts.bench.harness import Figures, Runs, progress, take_turns
 from scripts.bench.models import ON_CPU, SHAPES, Shape, build, write_config
 from scripts.bench.updates import (
     GRAPHS_ONLY,
@@ -51,18 +51,21 @@ from scripts.bench.updates import (
     Publisher,
     build_sender,
     compare,
-    engine_spec,
     make_adapter,
     model_weights,
-    started_engine,
+    random_engine,
 )
+from scripts.plan.rehearsal.rehearsal import make_group
 from trainer.batch import MicroBatch, assemble
-from trainer.tokens import TokenSignals, sampled_tokens
+from trainer.tokens import sampled_tokens
 from trainer.worker.attention.attention import Attention
 from trainer.worker.loading import allocate, open_causal_lm
 from trainer.worker.model import Policy, decoder_layers, prepared, shard
 from trainer.worker.worker import TrainWorker
 from weight_sync.transports.cleanup import DIRECTORY, release_all
+
+if TYPE_CHECKING:  # imports vLLM, whose environment variables must be set before
+    from scripts.bench.timed_engine import TimedEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,29 +135,26 @@ def measure_updates(setting: Setting, size: str, *, with_adapter: bool = False) 
         sender = build_sender(transports[0], owner, device)
         publishers[ADAPTER] = (transports[0], Publisher(weights, sender, make_adapter(weights, RANK)))
 
-    async def measure(model: Path, staging: Staging) -> Runs:
-        spec = engine_spec(shape, model, device, seq_tokens=SEQ_TOKENS, staging=staging)
-        floor = Memcpy(weights.nbytes, device, from_host=staging is Staging.host)
-        async with started_engine(spec) as engine:
-            host = Host(engine=engine, spec=spec, nbytes=weights.nbytes, settle_s=SETTLE_S)
+    async def measure(staging: Staging) -> Runs:
+        floor, on_device = Memcpy(weights.nbytes, device, from_host=staging is Staging.host), staging is Staging.device
+        async with random_engine(shape, device, seq_tokens=SEQ_TOKENS, staging_on_device=on_device) as engine:
+            host = Host(engine=engine, seq_tokens=SEQ_TOKENS, nbytes=weights.nbytes, settle_s=SETTLE_S)
             arms = {name: Arm(host, publisher, each, staging) for name, (each, publisher) in publishers.items()}
             return await compare(host, arms, floor, rounds=ROUNDS, repeats=1)
 
     figures: dict[str, float] = {"weights_gb": weights.nbytes / 1e9}
     try:
-        with TemporaryDirectory(prefix="gpu_check-") as folder:
-            write_config(shape, Path(folder), setting.dtype)
-            for staging in (Staging.host,) if with_adapter else (Staging.host, Staging.device):
-                progress(f"starting vLLM, staging in {staging.value} memory")
-                runs = asyncio.run(measure(Path(folder), staging))
-                for name in publishers:
-                    prefix = f"{staging.value}_{name}"
-                    figures |= {f"{prefix}_{figure}": runs.median(figure, name) for figure in UPDATE_FIGURES}
-                any_arm = transports[0].value
-                figures[f"{staging.value}_floor_ms"] = runs.median("floor_ms", any_arm)
-                figures["tokens_per_s"] = runs.median("tokens_per_s", any_arm)
-                if with_adapter:
-                    figures["adapter_pause_over_full"] = runs.ratio("pause_ms", ADAPTER, over=any_arm)
+        for staging in (Staging.host,) if with_adapter else (Staging.host, Staging.device):
+            progress(f"starting vLLM, staging in {staging.value} memory")
+            runs = asyncio.run(measure(staging))
+            for name in publishers:
+                prefix = f"{staging.value}_{name}"
+                figures |= {f"{prefix}_{figure}": runs.median(figure, name) for figure in UPDATE_FIGURES}
+            any_arm = transports[0].value
+            figures[f"{staging.value}_floor_ms"] = runs.median("floor_ms", any_arm)
+            figures["tokens_per_s"] = runs.median("tokens_per_s", any_arm)
+            if with_adapter:
+                figures["adapter_pause_over_full"] = runs.ratio("pause_ms", ADAPTER, over=any_arm)
     finally:
         release_all(WeightSyncConfig(), owner)
     return figures
@@ -187,23 +187,22 @@ def measure_speculation(setting: Setting, size: str) -> Figures:
     limit."""
     shape, num_tokens = setting.shape(size), 64 if setting.dry_run else NUM_TOKENS
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    changes: dict[str, Any] = {"enforce_eager": setting.dry_run}
+    if not setting.dry_run:
+        changes["engine_args"] = {"load_format": "dummy", "compilation_config": GRAPHS_ONLY}
     figures: dict[str, float] = {}
-    with TemporaryDirectory(prefix="gpu_check-") as folder:
-        write_config(shape, Path(folder), setting.dtype)
-        spec = engine_spec(shape, Path(folder), setting.device, seq_tokens=SEQ_TOKENS)
-        if not setting.dry_run:
-            more = {**spec.engine_args, "compilation_config": GRAPHS_ONLY}
-            spec = replace(spec, enforce_eager=False, engine_args=more)
-        for name, speculative in (("plain", None), ("ngram", NGRAM)):
-            arm_spec = replace(spec, speculative=speculative)
-            measured = asyncio.run(_generate(arm_spec, num_tokens))
-            progress(f"{name}: {measured}")
-            figures |= {f"{name}_{figure}": value for figure, value in measured.items()}
+    for name, speculative in (("plain", None), ("ngram", NGRAM)):
+        engine = random_engine(shape, setting.device, seq_tokens=SEQ_TOKENS, speculative=speculative, **changes)
+        measured = asyncio.run(_generate(engine, num_tokens, has_drafts=speculative is not None))
+        progress(f"{name}: {measured}")
+        figures |= {f"{name}_{figure}": value for figure, value in measured.items()}
     return figures | {"ngram_over_plain": figures["ngram_tokens_per_s"] / figures["plain_tokens_per_s"]}
 
 
-async def _generate(spec: EngineSpec, num_tokens: int) -> Figures:
-    async with started_engine(spec) as engine:
+async def _generate(
+    starting: AbstractAsyncContextManager["TimedEngine"], num_tokens: int, *, has_drafts: bool
+) -> Figures:
+    async with starting as engine:
         await engine.tag_loaded(0)
         for number in range(2):  # the first captures and compiles
             requests = [
@@ -217,7 +216,7 @@ async def _generate(spec: EngineSpec, num_tokens: int) -> Figures:
             before, started = engine.gauges(), time.perf_counter()
             await asyncio.gather(*map(engine.generate, requests))
             figures = {"tokens_per_s": NUM_DRAFTED * num_tokens / (time.perf_counter() - started)}
-            if spec.speculative is not None:
+            if has_drafts:
                 after = engine.gauges()
                 drafted, accepted = (after[name] - before[name] for name in ("drafted_tokens", "accepted_tokens"))
                 figures["acceptance"] = accepted / max(1.0, drafted)
@@ -250,7 +249,7 @@ def measure_trainer(setting: Setting, size: str) -> Figures:
     worker = RandomWorker(config=config, device=setting.device, make_sender=lambda *_: None, shape=shape)  # type: ignore
     num_parameters = worker.setup("", rank=0, world_size=1, master=f"127.0.0.1:{free_port()}")
     progress(f"{num_parameters / 1e9:.2f}B parameters on {setting.device}")
-    batch, seconds = full_batch(rows, length, shape.vocab_size), []
+    batch, seconds = full_batch(rows, length), []
     for number in range(WARM_UPS + STEPS):
         started = time.perf_counter()
         if size == WITHOUT_OPTIMIZER:
@@ -287,32 +286,18 @@ class RandomWorker(TrainWorker):
         return policy
 
 
-def full_batch(rows: int, length: int, vocab_size: int) -> MicroBatch:
-    """Return `rows` sequences of `length` random tokens end to end: the first half of each is the prompt."""
-    rng = np.random.default_rng(0)
-    input_ids = rng.integers(5, vocab_size, rows * length)
-    starts = np.repeat(np.arange(rows) * length, length)
-    sources = (np.arange(length // 2 - 1, length - 1) + length * np.arange(rows)[:, None]).reshape(-1)
-    sequences, count = (sources // length).astype(np.int32), len(sources)
-    tokens = TokenSignals(
-        targets=input_ids[sources + 1].astype(np.int32),
-        trajectories=sequences,
-        sequences=sequences,
-        staleness=np.zeros(count, np.int32),
-        steps_behind=np.zeros(count, np.int32),
-        rollout_logprobs=np.full(count, -np.log(vocab_size), np.float32),
-        advantages=rng.standard_normal(count).astype(np.float32),
-        loss_weights=np.full(count, 1 / count, np.float32),
-    )
-    return MicroBatch(
-        input_ids=input_ids[None],
-        position_ids=(np.arange(rows * length) - starts)[None],
-        last=(starts + length - 1)[None],
-        rows=np.zeros(count, np.int64),
-        sources=sources,
-        index=np.arange(count),
-        tokens=tokens,
-    )
+def full_batch(rows: int, length: int) -> MicroBatch:
+    """Return `rows` sequences of random tokens end to end, of each of which `length` are computed. The first half of
+    each is the prompt."""
+    groups = [make_group(ordinal, length // 2, length - length // 2 + 1, 1) for ordinal in range(rows)]
+    signals, rng = sampled_tokens(groups, 0), np.random.default_rng(0)
+    count = len(signals.targets)
+    advantages = rng.standard_normal(count).astype(np.float32)
+    signals = replace(signals, advantages=advantages, loss_weights=np.full(count, 1 / count, np.float32))
+    [[batch]] = assemble(
+        groups, signals, layout=Layout.packed, num_ranks=1, tokens_per_micro_batch=rows * length, keep_idle=True
+    ).micro_batches
+    return batch
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -368,7 +353,7 @@ def _compare_kinds(policies: Mapping[str, Policy], batch: MicroBatch, setting: S
         gradients[name] = policy.causal_lm.get_input_embeddings().weight.grad.float().clone()
         return {"ms": 1e3 * seconds}
 
-    runs = asyncio.run(take_turns(make_arms(run, policies), 5, warm_ups=2))
+    runs = asyncio.run(take_turns(run, list(policies), 5, warm_ups=2))
     figures: dict[str, float] = {}
     for name in policies:
         gap = (logprobs[name] - logprobs["dense"]).abs().mean().item()
@@ -491,8 +476,7 @@ FIGURES = (
 
 def run_over_cuda_ipc(setting: Setting) -> Figures:
     """Train a short run of the tiny model whose replica maps the trainer's memory; over shared memory on a CPU."""
-    job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100")
-    return run_training(setting, "shared_gpu", [*(() if setting.dry_run else job), "trainer.eval_every=0"])
+    return _run_tiny(setting, "shared_gpu", ())
 
 
 def run_over_vllm_ipc(setting: Setting) -> Figures:
@@ -502,9 +486,13 @@ def run_over_vllm_ipc(setting: Setting) -> Figures:
     if not setting.dry_run and "ipc" not in sending:
         progress("this version of vLLM has no trainer's half of ipc: nothing is run")
         return {}
-    job = ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100", "weight_sync.transport=vllm:ipc")
-    overrides = [*(() if setting.dry_run else job), "weight_sync.staging=none", "trainer.eval_every=0"]
-    return run_training(setting, "shared_gpu_vllm", overrides)
+    transport = () if setting.dry_run else ("weight_sync.transport=vllm:ipc",)
+    return _run_tiny(setting, "shared_gpu_vllm", (*transport, "weight_sync.staging=none"))
+
+
+def _run_tiny(setting: Setting, name: str, overrides: Sequence[str]) -> Figures:
+    job = () if setting.dry_run else ("model=tiny", "trainer.total_steps=10", "model.warmup_steps=100")
+    return run_training(setting, name, [*job, *overrides, "trainer.eval_every=0"])
 
 
 def run_default_recipe(setting: Setting) -> Figures:

@@ -1,32 +1,29 @@
 """The harness of all benchmarks: arms that run in turns, repetitions, medians with their range, ratios, table and JSON.
 
-A benchmark asks one question. Its arms are functions which do the same work in different ways, and each call returns
-the figures of one run. Timings on
+A benchmark asks one question. Its arms do the same work in different ways, and each run returns its figures. Timings on
 a shared machine drift by a third within minutes, so that two arms are compared only by runs that stand next to each
 other:
 
-    runs = await take_turns({"packed": run_packed, "rows": run_rows}, repeats=3)
+    runs = await take_turns(run, ["packed", "rows"], repeats=3)  # `run` is called with the arm and the repetition
     runs.show("forward and backward", {"seconds": ".2f"})
     write_json({"speedup": runs.ratio("seconds", "rows", over="packed")})
 
 What runs on a virtual clock has the same figures each time, and is run once: `Runs.exact({"packed": {...}})`.
 """
 
+import asyncio
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import isawaitable
 from statistics import median
+from typing import Any
 
 from scripts.observe.tables import show_table, write_json
 
 Figures = Mapping[str, float]
 """The figures of one run, or of a whole benchmark, by name."""
-Arm = Callable[[int], Figures | Awaitable[Figures]]
-"""A function that does the work in one way. It is called with the number of the repetition, which is negative while
-it warms up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +80,27 @@ class Runs:
         show_table(title, [*header, *([] if over is None else [f"over {over}"])], rows)
 
 
-def make_arms(run: Callable[[str, int], Figures | Awaitable[Figures]], names: Iterable[str]) -> dict[str, Arm]:
-    """Return arms that differ only in the name that `run` is called with."""
-    return {name: partial(run, name) for name in names}
-
-
-async def take_turns(arms: Mapping[str, Arm], repeats: int, *, warm_ups: int = 0) -> Runs:
+async def take_turns(
+    run: Callable[[Any, int], Figures | Awaitable[Figures]],
+    arms: Iterable[str] | Mapping[str, Any],
+    repeats: int,
+    *,
+    warm_ups: int = 0,
+) -> Runs:
     """Run the arms in turns, so that a busy spell of the machine slows every arm down. Every repetition begins with
     another arm: what an arm leaves in caches and allocators meets each of the others after it.
 
     Args:
+        run: Does the work of an arm, which is its value in `arms`, or else its name, and the number of the repetition,
+            which is negative while it warms up.
         warm_ups: How often every arm runs before, uncounted: the first runs pay for memory, imports and compilation.
     """
+    arms = arms if isinstance(arms, Mapping) else {name: name for name in arms}
     names, by_arm = list(arms), {name: list[Figures]() for name in arms}
     for repetition in range(-warm_ups, repeats):
         first = repetition % len(names)
         for name in names[first:] + names[:first]:
-            answer = arms[name](repetition)
+            answer = run(arms[name], repetition)
             figures = await answer if isawaitable(answer) else answer
             if repetition >= 0:
                 by_arm[name].append(figures)
@@ -129,10 +130,11 @@ def make_parser(doc: str | None, *, repeats: int | None = None, parts: Sequence[
     return parser
 
 
-def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures]]) -> None:
+def run_parts(options: Namespace, parts: Mapping[str, Callable[[], Figures | Coroutine[Any, Any, Figures]]]) -> None:
     """Run the parts that `--only` names, and write the figures of all as the last line."""
     figures: dict[str, float] = {}
     for name, part in parts.items():
         if name in options.only:
-            figures |= part()
+            answer = part()
+            figures |= asyncio.run(answer) if isinstance(answer, Coroutine) else answer
     write_json(figures)

@@ -28,7 +28,7 @@ The last line is JSON, with means over the seeds for each arm: synchronous, and 
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -41,18 +41,11 @@ from matplotlib.figure import Figure
 from configs.algorithm import Correction, Proximal
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, DType
-from rollout.types import FloatArray, TrajectoryGroup
-from scripts.bench.harness import Figures, Runs, make_parser, take_turns
-from scripts.bench.trainings import another_run, started_run
+from scripts.bench.harness import Figures, Runs, make_parser, progress, take_turns
+from scripts.bench.trainings import Curve, another_run, started_run, train
 from scripts.launch import models
-from scripts.launch.run import Training
-from scripts.launch.start import StartedRun, make_workers
+from scripts.launch.start import make_workers
 from scripts.observe.tables import show_table, write_json
-from trainer.tokens import TrainedTokens
-from trainer.tracking.console import PlainConsole
-from trainer.tracking.proof import NO_EVIDENCE, Evidence
-from trainer.tracking.recorder import RunRecorder
-from trainer.tracking.sinks import Tracker
 
 SYNCHRONOUS = "synchronous"
 KINDS: dict[str, dict[str, Any]] = {
@@ -74,46 +67,16 @@ MEASURED = {"mismatch": "mismatch/logprob_diff_mean", "staleness": "staleness/kl
 """The metrics that an exact arm tells, by figure."""
 
 
-class Curve(RunRecorder):
-    """A recorder that keeps the learning curve of one training too, by optimizer steps taken."""
-
-    def __init__(self, run_dir: Path, console: PlainConsole):
-        super().__init__(run_dir, Tracker([]), console)
-        self.samples = {0: 0}
-        """Trained trajectories, by step."""
-        self.seconds = {0: 0.0}
-        self.accuracy: dict[int, float] = {}
-        """Held-out accuracy. A step that is due while another evaluation runs is skipped, and is missing here."""
-        self.metrics: list[dict[str, float]] = []
-
-    def record_step(
-        self,
-        global_steps: int,
-        metrics: dict[str, float],
-        groups: Sequence[TrajectoryGroup],
-        advantages: Sequence[FloatArray],
-        tokens: TrainedTokens | None = None,
-        evidence: Evidence = NO_EVIDENCE,
-    ) -> None:
-        super().record_step(global_steps, metrics, groups, advantages, tokens, evidence)
-        self.samples[global_steps] = self.counts.trajectories
-        self.seconds[global_steps] = self.counts.training_seconds
-        self.metrics.append(metrics)
-
-    def record_evaluation(self, global_steps: int, evaluation: Any) -> None:
-        super().record_evaluation(global_steps, evaluation)
-        self.accuracy[global_steps] = evaluation.accuracy
-
-    def last(self) -> Figures:
-        """Return the last accuracy, and the seconds until its step."""
-        step = max(self.accuracy)
-        figures = {"accuracy": self.accuracy[step], "seconds": self.seconds[step]}
-        exact = [metrics for metrics in self.metrics if "mismatch/kl" in metrics]  # steps that have learned something
-        if not exact:
-            return figures
-        score, train = (sum(m.get(f"timing_s/{part}", 0.0) for m in self.metrics) for part in ("score", "train_step"))
-        figures["score"] = score / train
-        return figures | {name: mean(m[metric] for m in exact) for name, metric in MEASURED.items()}
+def last(curve: Curve) -> Figures:
+    """Return the last accuracy, and the seconds until its step."""
+    step = max(curve.accuracy)
+    figures = {"accuracy": curve.accuracy[step], "seconds": curve.seconds[step]}
+    exact = [metrics for metrics in curve.metrics if "mismatch/kl" in metrics]  # steps that have learned something
+    if not exact:
+        return figures
+    score, train = (sum(m.get(f"timing_s/{part}", 0.0) for m in curve.metrics) for part in ("score", "train_step"))
+    figures["score"] = score / train
+    return figures | {name: mean(m[metric] for m in exact) for name, metric in MEASURED.items()}
 
 
 def main() -> None:
@@ -170,32 +133,21 @@ async def train_all(base: Config, arms: Mapping[str, Config], num_seeds: int) ->
                 if seed not in policy_paths:
                     # In a process of its own: torch keeps the memory and the threads of a warm-up.
                     policy_paths[seed] = await ray.remote(num_cpus=1)(warm_model).remote(replace(base, seed=seed))
-                curve = await train_arm(config, parts, run_dir, policy_paths[seed])
+                workers = make_workers(config, "cpu", run_dir, store=parts.store, report=progress)
+                try:
+                    await workers.setup(policy_paths[seed])
+                    curve = await train(config, await another_run(config, parts, workers), run_dir)
+                finally:
+                    workers.kill()
                 curves[name].append(curve)
-                return curve.last()
+                return last(curve)
 
-            turns = {name: lambda seed, name=name: run(name, seed) for name in arms}
-            return await take_turns(turns, num_seeds), curves
+            return await take_turns(run, list(arms), num_seeds), curves
 
 
 def warm_model(config: Config) -> str:
     """Return the folder of the seed's warm model."""
     return next(event for event in models.warm_tiny_model(config) if isinstance(event, str))
-
-
-async def train_arm(config: Config, parts: StartedRun, run_dir: Path, policy_path: str) -> Curve:
-    """Train with new train workers from the seed's warm model."""
-    with (run_dir / "console.log").open("a") as log:
-        console = PlainConsole(config.trainer.total_steps, log)
-        workers = make_workers(config, "cpu", run_dir, store=parts.store, report=console.message)
-        try:
-            await workers.setup(policy_path)
-            curve = Curve(Path(tempfile.mkdtemp(dir=run_dir)), console)
-            started = await another_run(config, parts, workers)
-            await Training(config=config, started=started, console=console, recorder=curve).run()
-            return curve
-        finally:
-            workers.kill()
 
 
 def draw(curves: dict[str, list[Curve]], path: Path) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 from configs.cli.compose import compose_job
 from configs.load import load
-from scripts.bench.harness import Figures, make_parser, progress
-from scripts.observe.tables import show_table, write_json
+from scripts.bench.harness import Figures, Runs, make_parser, progress
+from scripts.observe.tables import write_json
 from scripts.plan.model_shape import shape_of
 from scripts.plan.rehearsal.cards import find_card, find_reach
 from scripts.plan.rehearsal.rehearsal import rehearse
@@ -67,11 +67,9 @@ def measure(recipe: str) -> Figures:
 
 def main() -> None:
     options = make_parser(__doc__, parts=list(RECIPES)).parse_args()
-    figures = {recipe: measure(recipe) for recipe in options.only}
-    columns = list(next(iter(figures.values())))
-    rows = [[recipe, *(f"{of[name]:.3g}" for name in columns)] for recipe, of in figures.items()]
-    show_table("seconds of a step, and what lending would add", ["recipe", *columns], rows)
-    write_json({f"{recipe}_{name}": value for recipe, of in figures.items() for name, value in of.items()})
+    runs = Runs.exact({recipe: measure(recipe) for recipe in options.only})
+    runs.show("seconds of a step, and what lending would add")
+    write_json(runs.all_medians())
 
 
 if __name__ == "__main__":

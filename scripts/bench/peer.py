@@ -21,7 +21,6 @@ import os
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from rollout.data.arithmetic import Problem
 from rollout.prompts import PromptStream
 from rollout.types import Prompt
 from scripts.bench.common import run_logged, train
-from scripts.bench.harness import Arm, Figures, make_parser, progress, take_turns
+from scripts.bench.harness import Figures, make_parser, progress, take_turns
 from scripts.launch import models
 from scripts.observe.tables import write_json
 from trainer.learning_rate import num_warmup_steps
@@ -66,10 +65,14 @@ def main() -> None:
     config, version = resolve(options.steps, 0, options.model), ensure_environment(venv)
     progress(f"TRL {version}, model={options.model}, {options.steps} steps; files are in {out}")
     *_, model = models.warm_tiny_model(config)
-    arms: dict[str, Arm] = {"ours": lambda number: run_ours(config, options.model, out / f"{number}-ours")}
-    for threads in options.peer_threads:
-        arms[f"TRL, {threads} thread(s)"] = partial(run_peer, config, str(model), threads, venv, out)
-    runs = asyncio.run(take_turns(arms, options.repeats))
+    arms = {"ours": 0} | {f"TRL, {threads} thread(s)": threads for threads in options.peer_threads}
+
+    def run(threads: int, number: int) -> Figures:
+        if not threads:
+            return run_ours(config, options.model, out / f"{number}-ours")
+        return run_peer(config, str(model), threads, venv, out, number)
+
+    runs = asyncio.run(take_turns(run, arms, options.repeats))
     columns = {"seconds": ".1f", "accuracy_before": ".3f", "accuracy": ".3f"}
     runs.show("seconds of the training steps, held-out accuracy", columns)
     best = min(list(arms)[1:], key=lambda arm: runs.median("seconds", arm))

@@ -20,17 +20,14 @@ The last line is JSON:
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from scripts.bench.common import train
 from scripts.bench.harness import make_parser, progress
 from scripts.observe.tables import show_table, write_json
-from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run
+from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run, simulated_rate
 from scripts.simulate.profile import to_json
-from scripts.simulate.setup import Setup
-from scripts.simulate.simulate import simulate
 
 COMMON = (
     "model.warmup_steps=0",
@@ -87,8 +84,7 @@ def measure(folder: Path, steps: int, names: Sequence[str]) -> None:
     rates, rows, errors = [measured_rate(run) for run in beside], [], []
     for number, (name, run) in enumerate(zip(names, held_out, strict=True)):
         rate, drift = measured_rate(run), 2 * fmean(rates) / (rates[number] + rates[number + 1])
-        setup = replace(Setup.from_mapping(run.config), steps=len(run.steps))
-        predicted = simulate(profile, setup, whole=True).rate_after_first
+        predicted = simulated_rate(profile, run)
         errors.append(predicted / (rate * drift) - 1)
         rows.append([name, f"{rate:.1f}", f"{drift:.2f}", f"{predicted:.1f}", f"{errors[-1]:+.1%}"])
     header = ["configuration", "measured", "drift", "predicted", "error"]

@@ -24,7 +24,7 @@ import logging
 import os
 import signal
 import tempfile
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +32,10 @@ import ray
 
 from configs.checkpoint import CHECKPOINTS, CheckpointConfig
 from configs.schema import Config, TrainerConfig
-from rollout.types import Prompt, Trajectory, TrajectoryGroup
-from scripts.bench.harness import Figures, make_arms, make_parser, take_turns
-from scripts.bench.tree import make_sequence
+from rollout.types import TrajectoryGroup
+from scripts.bench.harness import Figures, make_parser, take_turns
 from scripts.observe.tables import write_json
+from scripts.plan.rehearsal.rehearsal import make_group
 from trainer.advantages.credit import assign_credit
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.store import TRAIN_FOLDER, CheckpointStore
@@ -49,8 +49,6 @@ ARMS = {"disk": (False, 0), "spares": (True, 0), "memory": (False, 1), "both": (
 """(trainer.spare_processes, checkpoint.memory_every)"""
 PARTS = ("total", "processes", "imports", "model", "state", "steps")
 PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 32, 128, 4, 8
-BYTES = 256
-"""Every tokenizer has a token for each."""
 
 
 def main() -> None:
@@ -64,8 +62,11 @@ def main() -> None:
         model = Path(folder) / "model"
         save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0, size=SIZES[options.model])
         digests: list[str] = []
-        measure = partial(measure_restart, Path(folder), model, options.steps, digests)
-        runs = asyncio.run(take_turns(make_arms(measure, options.arms), options.repeats))
+
+        async def run(arm: str, _: int) -> Figures:
+            return await measure_restart(Path(folder), model, options.steps, digests, arm)
+
+        runs = asyncio.run(take_turns(run, options.arms, options.repeats))
     ray.shutdown()
     if len(set(digests)) != 1:
         raise RuntimeError(f"the weights after a restart differ: {digests}")
@@ -77,9 +78,7 @@ def main() -> None:
     write_json(figures)
 
 
-async def measure_restart(
-    folder: Path, model: Path, steps: int, digests: list[str], arm: str, repetition: int
-) -> Figures:
+async def measure_restart(folder: Path, model: Path, steps: int, digests: list[str], arm: str) -> Figures:
     has_spares, memory_every = ARMS[arm]
     config = Config(
         trainer=TrainerConfig(num_ranks=2, total_steps=steps + 2, lr=1e-3, spare_processes=has_spares),
@@ -119,20 +118,7 @@ async def _save(workers: RecoveringWorkers, store: CheckpointStore) -> None:
 
 def make_batch(config: Config, step: int) -> StepBatch:
     """Return random groups, half of whose responses are rewarded."""
-    random = np.random.default_rng(step)
-    groups = []
-    for ordinal in range(GROUPS):
-        prompt_ids = random.integers(4, BYTES, PROMPT).astype(np.int32)
-        trajectories = []
-        for index in range(GROUP_SIZE):
-            ids = random.integers(4, BYTES, RESPONSE).astype(np.int32)
-            sequence = make_sequence(prompt_ids, ids, np.ones(RESPONSE, np.bool_))
-            reward = float(index % 2)
-            trajectories.append(
-                Trajectory(sequences=(sequence,), reward=reward, finish_reason="stop", text="", replica="")
-            )
-        prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids.tolist()), ground_truth="")
-        groups.append(TrajectoryGroup(prompt=prompt, trajectories=tuple(trajectories)))
+    groups = [_rewarded(make_group(GROUPS * step + number, PROMPT, RESPONSE, GROUP_SIZE)) for number in range(GROUPS)]
     credit = assign_credit(groups, sampled_tokens(groups, step), {}, config, step)
     return assemble(
         groups,
@@ -142,6 +128,11 @@ def make_batch(config: Config, step: int) -> StepBatch:
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         keep_idle=False,
     )
+
+
+def _rewarded(group: TrajectoryGroup) -> TrajectoryGroup:
+    rewarded = [replace(each, reward=float(index % 2)) for index, each in enumerate(group.trajectories)]
+    return replace(group, trajectories=tuple(rewarded))
 
 
 def _nothing() -> None: ...

@@ -157,7 +157,7 @@ class Bench:
             seconds, sampled = clock() - began, self.sampled_tokens
         if updating is not None:
             updating.cancel()
-        return {"hits": self.cached_tokens / self.prompt_tokens, "tokens_per_s": sampled / seconds}
+        return {"tokens_per_s": sampled / seconds, "hits": self.cached_tokens / self.prompt_tokens}
 
     def _preferred(self, ordinal: int) -> str | None:
         if self.arm == "groups":
@@ -243,9 +243,7 @@ async def simulated(
 async def on_vllm(repeats: int) -> Figures:
     """Run the small work on two engines. Every run has prompts of its own, so that no cache helps another."""
     seeds, figures, kv_bytes = count(), dict[str, float](), ON_CPU.kv_bytes(64 * 1024, 4)
-    first, second = (
-        random_engine(ON_CPU, seq_tokens=1024, num_seqs=SEATS, kv_cache_bytes=kv_bytes) for _ in range(2)
-    )
+    first, second = (random_engine(ON_CPU, seq_tokens=1024, num_seqs=SEATS, kv_cache_bytes=kv_bytes) for _ in range(2))
     async with first as engine, second as other:
         engines: Mapping[str, Engine] = {"replica-0": engine, "replica-1": other}
         for each in engines.values():

@@ -19,6 +19,7 @@ import gc
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,10 +30,10 @@ from rollout.engines.virtual_clock import run_virtual
 from rollout.errors import ReplicaLostError
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import FleetMonitor, HealthMonitor
-from rollout.progress import Attempt, GroupMessage, Move, ReplicaLost
+from rollout.progress import Attempt, GroupMessage, Move
 from rollout.replica.replica import RolloutReplica
 from rollout.rollouter import GroupRunner
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, TrajectoryGroup
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
 from scripts.bench.harness import Figures, Runs, make_parser, progress
 from scripts.observe.tables import write_json
 from scripts.simulate.engine import ProfiledEngine
@@ -178,37 +179,21 @@ class RemoteAgents:
     async def run_group(
         self, prompt: Prompt, replica: str, sampling: SamplingParams, group_size: int, attempt: Attempt
     ) -> AsyncGenerator[GroupMessage, Move | None]:
-        said: asyncio.Queue[GroupMessage | BaseException] = asyncio.Queue()
-        moves: asyncio.Queue[Move | None] = asyncio.Queue()
-
-        async def serve() -> None:
-            messages = self.agents.run_group(prompt, replica, sampling, group_size, attempt)
-            move: Move | None = None
-            try:
-                while True:
-                    message = await messages.asend(move)
-                    said.put_nowait(message)
-                    move = await moves.get() if isinstance(message, ReplicaLost) else None
-            except StopAsyncIteration:
-                pass
-            except Exception as error:
-                said.put_nowait(error)
-            finally:
-                await messages.aclose()
-
-        call = beyond(serve())
+        messages = self.agents.run_group(prompt, replica, sampling, group_size, attempt)
         try:
+            move = None
             while True:
-                message = await said.get()
-                if isinstance(message, BaseException):
-                    raise message
-                move = yield message
-                if isinstance(message, ReplicaLost):
-                    moves.put_nowait(move)
-                if isinstance(message, TrajectoryGroup):
+                message = await beyond(_next(messages, move))
+                if message is None:
                     return
+                move = yield message
         finally:
-            call.cancel()
+            await messages.aclose()
+
+
+async def _next(messages: AsyncGenerator[GroupMessage, Move | None], move: Move | None) -> GroupMessage | None:
+    with suppress(StopAsyncIteration):
+        return await messages.asend(move)
 
 
 @dataclass
@@ -230,15 +215,17 @@ class Scene:
         reachable = [asyncio.Event(), asyncio.Event()]  # of the rack, and of the others
         for event in reachable:
             event.set()
-        remotes = []
-        for index in range(count):
-            engine = ProfiledEngine(PROFILE, machine, setup.max_num_seqs, leap_s=1.0)
-            replica = RolloutReplica(f"replica-{index}", engine, config.weight_sync)
-            remotes.append(Remote(replica, engine, reachable[index >= count // 8]))
+        engines = [ProfiledEngine(PROFILE, machine, setup.max_num_seqs, leap_s=1.0) for _ in range(count)]
+        remotes: list[Remote] = []
+
+        def as_member(replica: RolloutReplica) -> Any:
+            remotes.append(Remote(replica, engines[len(remotes)], reachable[len(remotes) >= count // 8]))
+            return remotes[-1]
+
         run = SimulatedRun(
             config=_with_deadlines(config),
-            replicas=[remote.replica for remote in remotes],
-            members=remotes,
+            engines=engines,
+            as_member=as_member,
             as_runner=RemoteAgents,
             workers=ProfiledTrainer(PROFILE, machine, 1),
             loop=Together(Draws(PROFILE)),

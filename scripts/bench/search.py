@@ -43,7 +43,8 @@ from rollout.environments.search.fts5 import Fts5Retriever
 from rollout.environments.search.tags import agent_loop
 from rollout.environments.search.world import World
 from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
+from scripts.bench.common import scripted
 from scripts.bench.event_loop import Stalls
 from scripts.bench.harness import make_parser, show_figures
 from scripts.observe.tables import write_json
@@ -144,15 +145,7 @@ class Searcher:
         (request,) = requests
         await asyncio.sleep(self._turn_s * math.exp(self._drawn.gauss(-(SIGMA**2) / 2, SIGMA)))
         is_last = request.request_id.turn == SEARCHES
-        token_ids = self._replies[-1] if is_last else self._replies[self._drawn.randrange(PREPARED)]
-        return [
-            Completion(
-                token_ids=token_ids,
-                logprobs=np.zeros(len(token_ids), np.float32),
-                spans=(VersionSpan(0, len(token_ids), 0),),
-                finish_reason="stop",
-            )
-        ]
+        return [scripted(self._replies[-1] if is_last else self._replies[self._drawn.randrange(PREPARED)])]
 
     def _search(self, article: Document) -> str:
         text = article.text.split()

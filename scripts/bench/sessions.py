@@ -60,7 +60,8 @@ from rollout.sessions.harness import CommandHarness, Connection, Harness, Harnes
 from rollout.sessions.harness_loop import HarnessLoop, SessionHost
 from rollout.sessions.tree.generation import State
 from rollout.sessions.tree.transcript import Transcript
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
+from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
+from scripts.bench.common import scripted
 from scripts.bench.event_loop import Stalls
 from scripts.bench.harness import Figures, make_parser, run_parts, show_figures
 from scripts.bench.session_clients import FIRST_MESSAGES, TOOL, append_turn, ask, open_client
@@ -82,7 +83,7 @@ def main() -> None:
         "kills": lambda: measure_kills(NUM_ENDS),
         "disconnects": lambda: measure_disconnects(NUM_ENDS),
     }
-    run_parts(options, {name: lambda part=part: asyncio.run(part()) for name, part in parts.items()})
+    run_parts(options, parts)
 
 
 # -- a host, tasks, and a policy that says its lines -------------------------------------------------------------------
@@ -107,14 +108,7 @@ class Policy:
         """The events that tell, by ordinal of the prompt, whether a request of it runs or ran."""
 
     async def at_once(self, requests: list[GenerationRequest]) -> list[Completion]:
-        size = len(self._token_ids)
-        whole = Completion(
-            token_ids=self._token_ids,
-            logprobs=np.zeros(size, np.float32),
-            spans=(VersionSpan(0, size, 0),),
-            finish_reason="stop",
-        )
-        return [whole for _ in requests]
+        return [scripted(self._token_ids) for _ in requests]
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         (request,) = requests

@@ -18,23 +18,17 @@ with its tool if it has one.
 The limit is the synchronous time over the largest of the other bounds. Without a bound on S only throughput is left.
 """
 
-import asyncio
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig, WeightSyncConfig
+from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig
 from rollout.engines.simulated import SimulatedEngine
 from rollout.engines.virtual_clock import run_virtual
-from rollout.events.driver import NO_EVENTS, DriverEvents, Write
-from rollout.events.log import EventLog
-from rollout.replica.replica import RolloutReplica
+from rollout.events.driver import Write
 from scripts.bench.common import ForcedLengths, LengthOf, SlowTools, ToolSecondsOf
 from scripts.simulate.simulated_run import NEVER_S, SimulatedRun
 from scripts.simulate.stand_ins import Nothing, SimulatedTrainer
-
-COLLECT_S = 60.0
-"""The seconds, on the virtual clock, after which the replicas are asked for their progress again, without events."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +82,6 @@ async def run_job_here(
     recorder: Any = None,
 ) -> Outcome:
     """Run the job on the clock of the running event loop. `write` takes its events, `recorder` its steps."""
-    clock = asyncio.get_running_loop().time
-    events = NO_EVENTS if write is None else DriverEvents(write, clock)
     engines = [
         SimulatedEngine(
             length_of=lambda request: request.sampling.max_tokens,
@@ -99,19 +91,13 @@ async def run_job_here(
         )
         for _ in range(job.num_replicas)
     ]
-    replicas = [
-        RolloutReplica(f"replica-{index}", engine, WeightSyncConfig(), events=EventLog(clock, is_on=events.is_on))
-        for index, engine in enumerate(engines)
-    ]
     run = SimulatedRun(
         config=_config(job, max_staleness, policy),
-        replicas=replicas,
+        engines=engines,
         workers=SimulatedTrainer(job.train_s),
         loop=ForcedLengths({"": job.length_of}) if job.tool_s is None else SlowTools(job.length_of, job.tool_s),
         recorder=recorder or Nothing(),
-        events=events,
-        agent_events=EventLog(clock, is_on=events.is_on),
-        collect_s=1.0 if events.is_on else COLLECT_S,
+        write=write,
     )
     seconds = await run.train()
     busy_s = sum(engine.usage.busy_s for engine in engines)

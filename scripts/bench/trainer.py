@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.schema import Layout
 from rollout.types import TrajectoryGroup
-from scripts.bench.harness import Figures, Runs, make_arms, make_parser, show_figures, take_turns
+from scripts.bench.harness import Figures, Runs, make_parser, show_figures, take_turns
 from scripts.observe.tables import write_json
 from scripts.plan.rehearsal.rehearsal import make_group
 from trainer.batch import assemble
@@ -162,7 +162,7 @@ async def time_logprobs(
         gradients[name] = torch.cat([work.hidden.grad, work.weight.grad[::97]]).float()
         return {"seconds": seconds, **({"gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {})}
 
-    runs = await take_turns(make_arms(run, ARMS), repeats, warm_ups=1)
+    runs = await take_turns(run, list(ARMS), repeats, warm_ups=1)
     return runs, relative_gap(gradients["fused"], gradients["checkpointed"])
 
 
@@ -223,7 +223,7 @@ async def measure_packing(shape: PackingShape, repeats: int) -> dict[str, float]
         for layout in (Layout.packed, Layout.rows)
     }
     num_tokens = sum(batch.input_ids.size for batch in micro_batches["packed"])  # which have no padding
-    runs = await take_turns(make_arms(train, micro_batches), repeats, warm_ups=1)
+    runs = await take_turns(train, list(micro_batches), repeats, warm_ups=1)
     runs.show(
         f"{num_tokens} tokens in {shape.sequences} sequences",
         {"tokens_per_s": ".0f", "padding_share": ".1%", "batches": "g"},

@@ -124,11 +124,10 @@ async def measure(shape: Shape, repeats: int) -> dict[str, float]:
     figures: dict[str, float] = {}
     for workload in WORKLOADS:
         group = make_group(shape, workload)
-        arms = {
-            "tree": lambda _, group=group: train_step(policy, group, Layout.tree),
-            "rows": lambda _, group=group: train_step(policy, group, Layout.rows),
-        }
-        runs = await take_turns(arms, repeats, warm_ups=1)
+        arms = {layout.value: layout for layout in (Layout.tree, Layout.rows)}
+        runs = await take_turns(
+            lambda layout, _, group=group: train_step(policy, group, layout), arms, repeats, warm_ups=1
+        )
         loss = {arm: runs.median("loss", arm) for arm in arms}
         compared = {f"{figure}_{arm}": runs.median(figure, arm) for figure in ("tokens", "seconds") for arm in arms}
         compared |= {f"{figure}_ratio": runs.ratio(figure, "tree", over="rows") for figure in ("tokens", "seconds")}

@@ -20,9 +20,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from transformers import AutoModelForCausalLM
 
 from configs.rollout import MOST_KEPT
 from configs.schema import Layout, Transport, WeightSyncConfig
-from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.types import (
     Completion,
@@ -45,9 +42,16 @@ from rollout.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from scripts.bench.harness import Arm, Figures, make_parser, progress, run_parts, show_figures, take_turns
-from scripts.bench.models import SHAPES, write_config
-from scripts.bench.updates import Publisher, build_sender, engine_spec, model_weights
+from scripts.bench.harness import Figures, make_parser, progress, run_parts, show_figures, take_turns
+from scripts.bench.models import SHAPES
+from scripts.bench.updates import (
+    Publisher,
+    build_sender,
+    engine_spec,
+    model_weights,
+    random_engine,
+    started_engine,
+)
 from trainer.batch import assemble
 from trainer.tiny.model import build_tokenizer, save_tiny_model
 from trainer.tokens import sampled_tokens
@@ -84,16 +88,10 @@ def travelling(completions: list[Completion]) -> dict[str, float]:
 
 
 async def engine(repeats: int) -> Figures:
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(SHAPE, Path(folder), torch.float32)
-        spec = engine_spec(SHAPE, Path(folder), "cpu", seq_tokens=1024, num_seqs=NUM_REQUESTS)
-        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
-        from rollout.engines.vllm.engine import VllmEngine  # vLLM reads the environment while it is imported
+    async with random_engine(SHAPE, seq_tokens=1024, num_seqs=NUM_REQUESTS) as served:
 
-        served = VllmEngine(spec)
-
-        async def run(sampling: SamplingParams, travels: bool, _: int) -> Figures:
-            sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
+        async def run(arm: tuple[SamplingParams, bool], _: int) -> Figures:
+            sampling, travels = replace(arm[0], max_tokens=LENGTH, ignore_eos=True), arm[1]
             names = [RequestId(ordinal=next(numbers), is_evaluation=not travels) for _ in range(NUM_REQUESTS)]
             requests = [GenerationRequest(request_id=name, prompt_ids=(20, 30), sampling=sampling) for name in names]
             began = cpu_s()
@@ -101,18 +99,15 @@ async def engine(repeats: int) -> Figures:
             rate = NUM_REQUESTS * LENGTH / (cpu_s() - began)
             return {"tokens_per_cpu_s": rate, **travelling(completions)}
 
-        arms: Mapping[str, Arm] = {name: partial(run, sampling, True) for name, sampling in SAMPLED.items()}
-        arms |= {f"{name}_untold": partial(run, SAMPLED[name], False) for name in ("top_p_top_k",)}
-        try:
-            await served.tag_loaded(0)
-            runs = await take_turns(arms, repeats, warm_ups=1)
-        finally:
-            served.shutdown()
+        arms = {name: (sampling, True) for name, sampling in SAMPLED.items()}
+        arms["top_p_top_k_untold"] = SAMPLED["top_p_top_k"], False
+        await served.tag_loaded(0)
+        runs = await take_turns(run, arms, repeats, warm_ups=1)
     runs.show("vLLM on the CPU", {"tokens_per_cpu_s": ".0f", "kept": ".1f", "bytes": ".0f"}, over="all")
     return {f"{figure}_{arm}": value for arm in arms for figure, value in runs.medians(arm).items()}
 
 
-def head(repeats: int) -> Figures:
+async def head(repeats: int) -> Figures:
     torch.set_num_threads(1)  # as a train worker on CPUs
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(HEAD_TOKENS, 256, generator=random, requires_grad=True)
@@ -134,10 +129,9 @@ def head(repeats: int) -> Figures:
         (logprobs + entropy.detach()).sum().backward()
         return {"head_s": time.process_time() - began}
 
-    arms: Mapping[str, Arm] = {str(num_kept): partial(run, num_kept) for num_kept in HEAD_KEPT}
-    runs = asyncio.run(take_turns(arms, repeats, warm_ups=1))
+    runs = await take_turns(run, {str(num_kept): num_kept for num_kept in HEAD_KEPT}, repeats, warm_ups=1)
     runs.show("head of the trainer, by tokens that were left (0: all)", {"head_s": ".2f"}, over="0")
-    return {f"head_s_{arm}": runs.median("head_s", arm) for arm in arms}
+    return {f"head_s_{arm}": runs.median("head_s", arm) for arm in runs.by_arm}
 
 
 async def training(steps: int, model: Path | None) -> Figures:
@@ -148,33 +142,34 @@ async def training(steps: int, model: Path | None) -> Figures:
         causal_lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         policy, adamw = Policy(causal_lm, 1.0), torch.optim.AdamW(causal_lm.parameters(), lr=1e-4)
         spec = replace(engine_spec(SHAPE, path, "cpu", seq_tokens=1024, num_seqs=BATCH), engine_args={})
-        os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR"} | os.environ | engine_env(spec))
-        from rollout.engines.vllm.engine import VllmEngine
-
-        served, apart = VllmEngine(spec), dict[str, list[np.ndarray]](left=[], whole=[])
+        apart = dict[str, list[np.ndarray]](left=[], whole=[])
         publisher = Publisher(model_weights(causal_lm), build_sender(Transport.shared_memory, OWNER, "cpu"))
         try:
-            for step in range(steps):
-                await _update(served, publisher, step)
-                group = await _group(served)
-                tokens = sampled_tokens([group], step)
-                rewards = np.array([trajectory.reward for trajectory in group.trajectories], np.float32)
-                tokens = replace(tokens, advantages=(rewards - rewards.mean())[tokens.trajectories])
-                [[batch]] = assemble(
-                    *([group], tokens), layout=Layout.tree, num_ranks=1, tokens_per_micro_batch=2**30, keep_idle=True
-                ).micro_batches
-                logprobs, _ = policy(batch, CPU)
-                with torch.no_grad():
-                    whole, _ = policy(replace(batch, tokens=replace(batch.tokens, kept=None)), CPU)
-                for name, found in {"left": logprobs.detach(), "whole": whole}.items():
-                    apart[name].append(np.abs(found.numpy() - batch.tokens.rollout_logprobs))
-                adamw.zero_grad()
-                (-torch.as_tensor(batch.tokens.advantages) * logprobs).mean().backward()
-                adamw.step()
-                if step % 20 == 0:
-                    progress(f"step {step}: {', '.join(f'{name} {apart[name][-1].max():.2g}' for name in apart)}")
+            async with started_engine(spec) as served:
+                for step in range(steps):
+                    await _update(served, publisher, step)
+                    group = await _group(served)
+                    tokens = sampled_tokens([group], step)
+                    rewards = np.array([trajectory.reward for trajectory in group.trajectories], np.float32)
+                    tokens = replace(tokens, advantages=(rewards - rewards.mean())[tokens.trajectories])
+                    [[batch]] = assemble(
+                        *([group], tokens),
+                        layout=Layout.tree,
+                        num_ranks=1,
+                        tokens_per_micro_batch=2**30,
+                        keep_idle=True,
+                    ).micro_batches
+                    logprobs, _ = policy(batch, CPU)
+                    with torch.no_grad():
+                        whole, _ = policy(replace(batch, tokens=replace(batch.tokens, kept=None)), CPU)
+                    for name, found in {"left": logprobs.detach(), "whole": whole}.items():
+                        apart[name].append(np.abs(found.numpy() - batch.tokens.rollout_logprobs))
+                    adamw.zero_grad()
+                    (-torch.as_tensor(batch.tokens.advantages) * logprobs).mean().backward()
+                    adamw.step()
+                    if step % 20 == 0:
+                        progress(f"step {step}: {', '.join(f'{name} {apart[name][-1].max():.2g}' for name in apart)}")
         finally:
-            served.shutdown()
             release_all(WeightSyncConfig(), OWNER)
     joined = {name: np.concatenate(values) for name, values in apart.items()}
     figures = {f"{name}_{how}": 1e6 * float(x) for name, values in joined.items() for how, x in _mean_and_max(values)}
@@ -224,9 +219,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="the folder of the model that is trained")
     options = parser.parse_args()
     parts = {
-        "engine": lambda: asyncio.run(engine(options.repeats)),
+        "engine": lambda: engine(options.repeats),
         "head": lambda: head(options.repeats),
-        "training": lambda: asyncio.run(training(options.steps, options.model)),
+        "training": lambda: training(options.steps, options.model),
     }
     run_parts(options, parts)
 

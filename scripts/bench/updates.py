@@ -257,7 +257,9 @@ async def started_engine(spec: EngineSpec) -> AsyncIterator["TimedEngine"]:
 
 
 @asynccontextmanager
-async def random_engine(shape: Shape, device: str = "cpu", *, seq_tokens: int, num_seqs: int = NUM_REQUESTS + 1, **changes: Any) -> AsyncIterator["TimedEngine"]:
+async def random_engine(
+    shape: Shape, device: str = "cpu", *, seq_tokens: int, num_seqs: int = NUM_REQUESTS + 1, **changes: Any
+) -> AsyncIterator["TimedEngine"]:
     """Start an engine of random weights.
 
     Args:

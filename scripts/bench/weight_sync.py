@@ -18,7 +18,6 @@ One vLLM engine with 33 requests of about 100 prompt tokens in flight, random mo
   replica has neither Ray's share nor the replica's unpickling in it. fleet_log_bound is 1 + log2(256).
 """
 
-import asyncio
 import math
 import os
 import time
@@ -26,9 +25,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import cloudpickle
@@ -38,7 +35,7 @@ from configs.schema import Config, InFlightKv, PauseMode, RolloutConfig, Staging
 from rollout.engines.simulated import SimulatedEngine
 from rollout.replica.replica import RolloutReplica
 from scripts.bench.harness import Figures, make_parser, progress, run_parts, take_turns
-from scripts.bench.models import MAX_POSITIONS, SHAPES, Shape, build, write_config
+from scripts.bench.models import MAX_POSITIONS, SHAPES, Shape, build
 from scripts.bench.updates import (
     NUM_REQUESTS,
     Arm,
@@ -48,11 +45,11 @@ from scripts.bench.updates import (
     all_running,
     build_sender,
     compare,
-    engine_spec,
+    dtype_on,
     make_adapter,
     model_weights,
+    random_engine,
     settle,
-    started_engine,
     until,
 )
 from scripts.launch.driver import make_fleet
@@ -110,28 +107,24 @@ def main() -> None:
     run_parts(
         options,
         {
-            "fleet": lambda: asyncio.run(measure_fleets(options.repeats)),
-            "pause": lambda: _each_size(options, "pause", measure_pauses, sorted(options.sizes)),
+            "fleet": lambda: measure_fleets(options.repeats),
+            "pause": lambda: _each_size(options, measure_pauses, sorted(options.sizes)),
             "keep": lambda: _each_size(
-                options, "keep", measure_keep, [KEEP_SIZE if KEEP_SIZE in options.sizes else min(options.sizes)]
+                options, measure_keep, [KEEP_SIZE if KEEP_SIZE in options.sizes else min(options.sizes)]
             ),
         },
     )
 
 
-def _each_size(options: Namespace, part: str, measure: Any, sizes: list[int]) -> Figures:
+async def _each_size(options: Namespace, measure: Any, sizes: list[int]) -> Figures:
     """Start an engine for each size, the largest last: its figures have the last word."""
     from scripts.launch.cluster import resolve_device  # imports Ray
 
     figures: dict[str, float] = {}
-
-    async def run(millions: int) -> Figures:
-        async with started(millions, resolve_device(Config()), options.seconds) as setup:
-            return await measure(millions, setup, options.repeats)
-
     for millions in sizes:
-        progress(f"{part}: starting vLLM with {millions}M parameters")
-        figures |= asyncio.run(run(millions))
+        progress(f"starting vLLM with {millions}M parameters")
+        async with started(millions, resolve_device(Config()), options.seconds) as setup:
+            figures |= await measure(millions, setup, options.repeats)
     return figures
 
 
@@ -151,29 +144,25 @@ class Setup:
 @asynccontextmanager
 async def started(millions: int, device: str, settle_s: float) -> AsyncIterator[Setup]:
     size, owner = SIZES[millions], f"bench-{os.getpid()}"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.set_num_threads(1)  # as a train worker on CPUs
-    weights = model_weights(build(size.shape, "cpu", dtype))
+    weights = model_weights(build(size.shape, "cpu", dtype_on(device)))
     publishers = {
         transport: Publisher(weights, build_sender(transport, owner, "cpu"))
         for transport in (Transport.shared_memory, Transport.collective)
     }
     factors = make_adapter(weights, LORA_RANK)
     seq_tokens = MAX_POSITIONS if device == "cuda" else size.seq_tokens
-    with TemporaryDirectory(prefix="bench_weight_sync-") as folder:
-        write_config(size.shape, Path(folder), dtype)
-        try:
-            spec = engine_spec(size.shape, Path(folder), device, seq_tokens=seq_tokens)
-            async with started_engine(spec) as engine:
-                yield Setup(
-                    host=Host(engine=engine, spec=spec, nbytes=weights.nbytes, settle_s=settle_s),
-                    rounds=size.rounds,
-                    publishers=publishers,
-                    adapter=Publisher(weights, build_sender(Transport.shared_memory, owner, "cpu"), factors),
-                    floor=Memcpy(weights.nbytes, device),
-                )
-        finally:
-            release_all(WeightSyncConfig(), owner)
+    try:
+        async with random_engine(size.shape, device, seq_tokens=seq_tokens) as engine:
+            yield Setup(
+                host=Host(engine=engine, seq_tokens=seq_tokens, nbytes=weights.nbytes, settle_s=settle_s),
+                rounds=size.rounds,
+                publishers=publishers,
+                adapter=Publisher(weights, build_sender(Transport.shared_memory, owner, "cpu"), factors),
+                floor=Memcpy(weights.nbytes, device),
+            )
+    finally:
+        release_all(WeightSyncConfig(), owner)
 
 
 # -- pause -------------------------------------------------------------------------------------------------------------
@@ -214,14 +203,13 @@ async def measure_keep(millions: int, setup: Setup, repeats: int) -> Figures:
     await setup.host.engine.install_meter()
     for arm in ways.values():
         await arm.update()
-    turns = {name: lambda number, name=name: _keep(setup, ways[name], f"{name}-{number}") for name in ways}
-    runs = await take_turns(turns, repeats)
+    runs = await take_turns(lambda name, number: _keep(setup, ways[name], f"{name}-{number}"), list(ways), repeats)
     window_s = KEEP_WINDOW * setup.host.settle_s
     title = (
         f"{millions}M parameters: an update with {NUM_REQUESTS} requests in flight, and {window_s:g} s from its start"
     )
     runs.show(title, {"tokens_per_s": ".0f", "reprefill_tokens": ".0f"})
-    return {name: value for way in ways for name, value in runs.medians(way, f"{way}_").items()}
+    return runs.all_medians()
 
 
 async def _keep(setup: Setup, arm: Arm, label: str) -> Figures:
@@ -290,7 +278,7 @@ class PickledReplica(RolloutReplica):
 async def measure_fleets(repeats: int) -> Figures:
     """Show a table by the number of replicas. Returns the figures of the last line."""
     runs = await take_turns(
-        {str(count): lambda _, count=count: _update_fleet(count) for count in NUM_REPLICAS}, repeats
+        lambda count, _: _update_fleet(count), {str(count): count for count in NUM_REPLICAS}, repeats
     )
     title = f"fleet: whole updates of simulated replicas that swap in {1e3 * SWAP_S:.0f} ms"
     runs.show(title, {"update_ms": ".1f", "pause_ms": ".1f", "cpu_ms": ".1f"}, over=str(NUM_REPLICAS[0]))

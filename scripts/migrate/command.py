@@ -102,11 +102,7 @@ def _text(value: Any) -> str:
 
 def _command(overrides: Sequence[str]) -> str:
     words = [*BASE, *overrides]
-    return " \\\n  ".join(["slipstream train", *map(_shell_word, words)])
-
-
-def _shell_word(word: str) -> str:
-    return shlex.quote(word)
+    return " \\\n  ".join(["slipstream train", *map(shlex.quote, words)])
 
 
 def _notes(translation: Translation, refusals: Sequence[Refusal]) -> Iterator[str]:

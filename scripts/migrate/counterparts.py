@@ -162,6 +162,12 @@ def _named(key: str, framework: str) -> str:
 
 # -- rules that several frameworks have --------------------------------------------------------------------------------
 
+CHAT = {"data.prompt_key": "prompt", "data.prompt_template": "{question}", "data.chat_template": True}
+"""Our keys for rows whose column `prompt` holds messages."""
+NO_TRACKER = (None, "none", "all", "console", "file", "jsonl")
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+"""Names of schedules as transformers has them."""
+
 
 def renamed(here: str, values: Mapping[Any, Any], why: str = "") -> Rule:
     """Return a rule that maps values by name. Texts compare with dashes as underscores, and in lower case."""
@@ -184,17 +190,32 @@ def never_is_zero(here: str) -> Rule:
     return lambda value, theirs: Here({here: max(0, int(value))}, "0 is never" if int(value) < 0 else "")
 
 
-def only_if(switch: str, rule: Rule, default: bool = False) -> Rule:
-    """Return a rule for what counts only where a switch of theirs is on."""
+def only_if(switch: str, rule: Rule, default: bool = False, *, is_on: Any = None) -> Rule:
+    """Return a rule for what counts only where a switch of theirs is on, or has the value `is_on`."""
 
     def ruled(value: Any, theirs: Theirs) -> Answer:
-        return rule(value, theirs) if theirs.get(switch, default) else Covered()
+        setting = theirs.get(switch, default)
+        return rule(value, theirs) if (setting if is_on is None else setting == is_on) else Covered()
 
     return ruled
 
 
 def covered(value: Any, theirs: Theirs) -> Answer:
     return Covered()
+
+
+def epochs(*steps: str) -> Rule:
+    """Return a rule for a number of epochs, which counts where none of these keys says how many steps are taken."""
+    why = "set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows"
+    return lambda value, theirs: Covered() if any((theirs.get(key) or -1) != -1 for key in steps) else Nothing(why)
+
+
+def sinks(value: Any, theirs: Theirs) -> Answer:
+    """Translate the names of trackers. The file jsonl is always among ours, and the console needs none."""
+    names = value if isinstance(value, list) else [value]
+    known = [name for name in names if name in ("wandb", "tensorboard")]
+    others = [str(name) for name in names if name not in (*known, *NO_TRACKER)]
+    return Here({"tracking.sinks": ["jsonl", *known]}, f"there is no {', '.join(others)}" if others else "")
 
 
 def files(here: str) -> Rule:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from scripts.migrate.counterparts import (
+    CHAT,
     Answer,
     Covered,
     Here,
@@ -96,25 +97,22 @@ def _resume(value: Any, theirs: Theirs) -> Answer:
     return Nothing("checkpoints of prime-rl are not read: name its weights in model.path")
 
 
-def _staleness(value: Any, theirs: Theirs) -> Answer:
-    return Here({"rollout.max_staleness": int(value)}, "a bound for every token; theirs drops what is older")
-
-
 def _checkpointing(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.gradient_checkpointing": "full"})
 
 
 ENVIRONMENTS = ("orchestrator.env", "orchestrator.train.env", "orchestrator.train.source", "env")
 NAMES = ("id", "taskset.id", "env.id", "env.taskset.id")
+BOUND = under_the_name("rollout.max_staleness", "a bound for every token; theirs drops what is older")
 RULES = Rules(
     rules={
         "orchestrator.batch_size": _batch,
         "batch_size": _batch,
         "rollouts_per_example": under_the_name("algorithm.group_size"),
         "deployment.num_infer_gpus": _replicas,
-        "orchestrator.max_off_policy_steps": _staleness,
-        "max_off_policy_steps": _staleness,
-        "max_async_level": _staleness,
+        "orchestrator.max_off_policy_steps": BOUND,
+        "max_off_policy_steps": BOUND,
+        "max_async_level": BOUND,
         "trainer.scheduler.min_lr": _min_lr,
         "trainer.scheduler.type": _schedule,
         "trainer.scheduler.warmup_steps": covered,
@@ -178,11 +176,6 @@ RULES = Rules(
         GROUP[0]: GROUP[1:],
         "orchestrator.max_off_policy_steps": ("max_off_policy_steps", "max_async_level"),
     },
-    always={
-        "data.prompt_key": "prompt",
-        "data.answer_key": "answer",
-        "data.prompt_template": "{question}",
-        "data.chat_template": True,
-    },
+    always={**CHAT, "data.answer_key": "answer"},
 )
 """The table of names in `configs.cli.peers` says the rest."""

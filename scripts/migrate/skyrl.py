@@ -3,6 +3,8 @@
 from typing import Any
 
 from scripts.migrate.counterparts import (
+    CHAT,
+    SCHEDULES,
     Answer,
     Covered,
     Here,
@@ -10,6 +12,7 @@ from scripts.migrate.counterparts import (
     Rules,
     Theirs,
     covered,
+    epochs,
     files,
     halves,
     never_is_zero,
@@ -18,10 +21,13 @@ from scripts.migrate.counterparts import (
     only_if,
     parts,
     renamed,
+    sinks,
     under_the_name,
 )
 
 ALGORITHM, POLICY = "trainer.algorithm", "trainer.policy"
+CRITIC = f"{ALGORITHM}.advantage_estimator"
+"""The key of the estimator, which has a critic as `gae`."""
 BATCH, MINI_BATCH = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 ENGINES = ("generator.inference_engine", "generator")
 """The section of the engines' keys, and where they were before."""
@@ -29,7 +35,6 @@ LOSSES = {
     **{name: name for name in ("gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")},
     "dual_clip": "ppo_clip",
 }
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 ADVANTAGES = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "maxrl": "maxrl", "reinforce++": "reinforce_plus_plus"}
 AGGREGATIONS = {
     **{name: name for name in ("token_mean", "seq_mean_token_sum_norm")},
@@ -45,20 +50,10 @@ def _engine(theirs: Theirs, *names: str, default: int = 1) -> int:
     return next((number(theirs, key) for key in keys if key in theirs), default)
 
 
-def _batch(value: Any, theirs: Theirs) -> Answer:
-    return Here({"trainer.prompts_per_step": int(value)})
-
-
 def _loss(value: Any, theirs: Theirs) -> Answer:
     if value == "regular":
         return Here({"algorithm.loss": "ppo_clip", "algorithm.clip_ratio_c": 1000000}, "without the second clip")
     return renamed("algorithm.loss", LOSSES)(value, theirs)
-
-
-def _of_critic(here: str):
-    """Return a rule for what counts only where there is a critic."""
-    estimator = f"{ALGORITHM}.advantage_estimator"
-    return lambda value, theirs: Here({here: value}) if theirs.get(estimator) == "gae" else Covered()
 
 
 def _mini_batch(value: Any, theirs: Theirs) -> Answer:
@@ -103,11 +98,6 @@ def _environment(value: Any, theirs: Theirs) -> Answer:
     return Here(loop, "needs the package skyrl-gym; an environment of your own is package.module:Class")
 
 
-def _logger(value: Any, theirs: Theirs) -> Answer:
-    names = value if isinstance(value, list) else [value]
-    return Here({"tracking.sinks": ["jsonl", *(name for name in names if name in ("wandb", "tensorboard"))]})
-
-
 def _resume(value: Any, theirs: Theirs) -> Answer:
     if value in (None, "none"):
         return Here({"resume": "never"})
@@ -126,12 +116,12 @@ RULES = Rules(
     rules={
         "data.train_data": files("data.train_files"),
         "data.val_data": files("data.val_files"),
-        BATCH: _batch,
+        BATCH: under_the_name("trainer.prompts_per_step"),
         MINI_BATCH: _mini_batch,
         f"{ALGORITHM}.advantage_estimator": renamed("algorithm.advantage", ADVANTAGES),
         f"{ALGORITHM}.policy_loss_type": _loss,
-        f"{ALGORITHM}.value_clip": _of_critic("critic.value_clip"),
-        "trainer.critic.optimizer_config.lr": _of_critic("critic.lr"),
+        f"{ALGORITHM}.value_clip": only_if(CRITIC, under_the_name("critic.value_clip"), is_on="gae"),
+        "trainer.critic.optimizer_config.lr": only_if(CRITIC, under_the_name("critic.lr"), is_on="gae"),
         f"{POLICY}.optimizer_config.scheduler": renamed("trainer.lr_schedule", SCHEDULES),
         f"{ALGORITHM}.loss_reduction": renamed("algorithm.loss_aggregation", AGGREGATIONS),
         f"{ALGORITHM}.use_kl_loss": covered,
@@ -168,11 +158,7 @@ RULES = Rules(
         "trainer.fully_async.enabled": covered,
         "trainer.fully_async.num_parallel_generation_workers": _workers,
         "trainer.max_training_steps": under_the_name("trainer.total_steps"),
-        "trainer.epochs": lambda value, theirs: (
-            Covered()
-            if theirs.get("trainer.max_training_steps")
-            else Nothing("set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows")
-        ),
+        "trainer.epochs": epochs("trainer.max_training_steps"),
         "trainer.micro_train_batch_size_per_gpu": _micro_batch,
         "trainer.use_sample_packing": on_or_off("trainer.layout", "packed", "rows", "no row is padded with packed"),
         "trainer.flash_attn": lambda value, _: Here({"trainer.attention": "auto"}, "by device and layout"),
@@ -183,7 +169,7 @@ RULES = Rules(
             Here({"checkpoint.keep_last": value}) if int(value) > 0 else Nothing("set checkpoint.keep_last to a number")
         ),
         "trainer.resume_mode": _resume,
-        "trainer.logger": _logger,
+        "trainer.logger": sinks,
         "trainer.seed": under_the_name("seed"),
         "trainer.eval_before_train": lambda value, _: Covered() if value else Nothing("a run always evaluates first"),
         "environment.env_class": _environment,
@@ -220,11 +206,6 @@ RULES = Rules(
         f"{POLICY}.optimizer_config.num_warmup_steps": 0,
         "trainer.epochs": 1,
     },
-    always={
-        "data.prompt_key": "prompt",
-        "data.answer_key": "reward_spec.ground_truth",
-        "data.prompt_template": "{question}",
-        "data.chat_template": True,
-    },
+    always={**CHAT, "data.answer_key": "reward_spec.ground_truth"},
 )
 """The table of names in `configs.cli.peers` says the rest."""

@@ -3,6 +3,8 @@
 from typing import Any
 
 from scripts.migrate.counterparts import (
+    CHAT,
+    SCHEDULES,
     Answer,
     Covered,
     Here,
@@ -10,10 +12,12 @@ from scripts.migrate.counterparts import (
     Rules,
     Theirs,
     covered,
+    epochs,
     files,
     number,
     on_or_off,
     renamed,
+    sinks,
     under_the_name,
 )
 from scripts.migrate.settings import Unknown
@@ -27,7 +31,6 @@ LOSSES = {
     **{name: {"algorithm.loss": name} for name in ("cispo", "sapo", "luspo", "vespo")},
 }
 CORRECTIONS = {"token_truncate": "token_is", "sequence_truncate": "seq_is"}
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "num_generations")
 NEVER = "no"
 
@@ -44,10 +47,6 @@ def _batch(value: Any, theirs: Theirs) -> Answer:
     if whole > step and whole % step == 0:
         values = {"trainer.prompts_per_step": whole // group, "trainer.mini_batches": whole // step}
     return Here(values, PROMPTS.format(processes))
-
-
-def _model(value: Any, theirs: Theirs) -> Answer:
-    return Here({"model.path": value})
 
 
 def _clip_high(value: Any, theirs: Theirs) -> Answer:
@@ -107,14 +106,6 @@ def _steps(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.total_steps": int(value)}) if int(value) > 0 else Covered()
 
 
-def _sinks(value: Any, theirs: Theirs) -> Answer:
-    names = value if isinstance(value, list) else [value]
-    sinks = [name for name in names if name in ("wandb", "tensorboard")]
-    others = [str(name) for name in names if name not in (*sinks, "none", "all", None)]
-    why = f"; there is no {', '.join(others)}" if others else ""
-    return Here({"tracking.sinks": ["jsonl", *sinks]}, f"jsonl is always in it{why}")
-
-
 def _lora_targets(value: Any, theirs: Theirs) -> Answer:
     if value == "all-linear":
         return Here({"model.lora.targets": ["all_linear"]})
@@ -135,10 +126,6 @@ def _data_set(value: Any, theirs: Theirs) -> Answer:
     )
 
 
-def _held_out(value: Any, theirs: Theirs) -> Answer:
-    return Here({"data.val_files": str(value)})
-
-
 def _reward(value: Any, theirs: Theirs) -> Answer:
     shown = value.text if isinstance(value, Unknown) else value
     wrapper = "def reward(prompt, text): return theirs(completions=[text], **{...})[0]"
@@ -156,7 +143,7 @@ RULES = Rules(
         BATCH[0]: _batch,
         "num_processes": lambda value, _: Nothing("set trainer.num_ranks and rollout.num_replicas: GPUs of their own"),
         "steps_per_generation": lambda value, _: Nothing("trainer.mini_batches counts the steps on one batch"),
-        "model_name_or_path": _model,
+        "model_name_or_path": under_the_name("model.path"),
         "epsilon_high": _clip_high,
         "delta": _delta,
         "loss_type": _loss,
@@ -181,12 +168,8 @@ RULES = Rules(
         "save_steps": _frequency("save_strategy", "checkpoint.every"),
         "save_strategy": _strategy("checkpoint.every"),
         "max_steps": _steps,
-        "num_train_epochs": lambda value, theirs: (
-            Covered()
-            if number(theirs, "max_steps", -1) > 0
-            else Nothing("set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows")
-        ),
-        "report_to": _sinks,
+        "num_train_epochs": epochs("max_steps"),
+        "report_to": sinks,
         "resume_from_checkpoint": _resume,
         "seed": under_the_name("seed"),
         "beta": under_the_name("algorithm.kl_loss_coef"),
@@ -197,7 +180,7 @@ RULES = Rules(
         "dataset_train_split": covered,
         "dataset_test_split": covered,
         "train_dataset": files("data.train_files"),
-        "eval_dataset": _held_out,
+        "eval_dataset": files("data.val_files"),
         "use_peft": covered,
         "logging_first_step": covered,
         "top_k": lambda value, _: Here({"rollout.top_k": int(value) if value else -1}),
@@ -231,6 +214,6 @@ RULES = Rules(
         "warmup_steps": 0,
         "num_train_epochs": 3,
     },
-    always={"data.prompt_key": "prompt", "data.prompt_template": "{question}", "data.chat_template": True},
+    always=CHAT,
 )
 """The table of names in `configs.cli.peers` says the rest."""

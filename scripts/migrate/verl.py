@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from scripts.migrate.counterparts import (
+    CHAT,
     Answer,
     Covered,
     Here,
@@ -11,6 +12,7 @@ from scripts.migrate.counterparts import (
     Rules,
     Theirs,
     covered,
+    epochs,
     files,
     halves,
     never_is_zero,
@@ -20,6 +22,7 @@ from scripts.migrate.counterparts import (
     parts,
     renamed,
     reward_by_hand,
+    sinks,
     under_the_name,
 )
 
@@ -118,13 +121,6 @@ def _resume(value: Any, theirs: Theirs) -> Answer:
     return Here({"resume": "never"}, "auto needs the folder: hydra.run.dir" if value == "auto" else "")
 
 
-def _logger(value: Any, theirs: Theirs) -> Answer:
-    names = value if isinstance(value, list) else [value]
-    sinks = ["jsonl", *(name for name in names if name in ("wandb", "tensorboard"))]
-    others = [str(name) for name in names if name not in ("console", "file", *sinks)]
-    return Here({"tracking.sinks": sinks}, f"there is no {', '.join(others)}" if others else "")
-
-
 def _correction(value: Any, theirs: Theirs) -> Answer:
     known = {None: "none", "token": "token_is", "sequence": "seq_is"}
     threshold = theirs.get(f"{CORRECTION}.rollout_is_threshold")
@@ -165,10 +161,6 @@ def _targets(value: Any, theirs: Theirs) -> Answer:
     return Here({"model.lora.targets": names})
 
 
-def _lora(here: str):
-    return lambda value, theirs: Here({here: value}) if theirs.get(f"{MODEL}.lora_rank") else Covered()
-
-
 def _truncation(value: Any, theirs: Theirs) -> Answer:
     if theirs.get(FILTER):
         return Covered()  # no prompt is left that could be cut or refused
@@ -187,10 +179,6 @@ def _warmup_ratio(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.lr_warmup_ratio": value}) if counts else Covered()
 
 
-def _model(value: Any, theirs: Theirs) -> Answer:
-    return Here({"model.path": str(value)})
-
-
 RULES = Rules(
     rules={
         "data.train_files": files("data.train_files"),
@@ -202,9 +190,9 @@ RULES = Rules(
         "data.seed": under_the_name("seed"),
         BATCH: _batch,
         MINI_BATCH: _mini_batch,
-        f"{MODEL}.path": _model,
-        f"{MODEL}.lora_rank": _lora("model.lora.rank"),
-        f"{MODEL}.lora_alpha": _lora("model.lora.alpha"),
+        f"{MODEL}.path": under_the_name("model.path"),
+        f"{MODEL}.lora_rank": only_if(f"{MODEL}.lora_rank", under_the_name("model.lora.rank")),
+        f"{MODEL}.lora_alpha": only_if(f"{MODEL}.lora_rank", under_the_name("model.lora.alpha")),
         f"{MODEL}.target_modules": _targets,
         f"{MODEL}.use_remove_padding": on_or_off("trainer.layout", "packed", "rows", "no row is padded with packed"),
         f"{MODEL}.enable_gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
@@ -250,24 +238,18 @@ RULES = Rules(
         "trainer.v1.sampler.max_off_policy_strategy": renamed("rollout.stale_policy", {"drop": "drop", "wait": "wait"}),
         "trainer.n_gpus_per_node": _gpus,
         "trainer.nnodes": covered,
-        "trainer.logger": _logger,
+        "trainer.logger": sinks,
         "trainer.test_freq": never_is_zero("trainer.eval_every"),
         "trainer.save_freq": never_is_zero("checkpoint.every"),
-        "trainer.total_epochs": lambda value, theirs: (
-            Covered()
-            if theirs.get("trainer.total_training_steps") or theirs.get("rollout.total_rollout_steps")
-            else Nothing("set trainer.total_steps: epochs x rows / trainer.prompts_per_step, which dry_run=true shows")
-        ),
+        "trainer.total_epochs": epochs("trainer.total_training_steps", "rollout.total_rollout_steps"),
         "trainer.resume_mode": _resume,
         "trainer.resume_from_path": lambda value, theirs: Nothing(
             "checkpoints of verl are not read: export its weights, and name them in model.path"
         ),
         "trainer.val_before_train": lambda value, _: Covered() if value else Nothing("a run always evaluates first"),
-        "reward_model.reward_manager": renamed(
-            "rollout.reward", {"dapo": "dapo", "naive": "gsm8k"}, "by data_source there"
-        ),
-        "reward.reward_manager.name": renamed(
-            "rollout.reward", {"dapo": "dapo", "naive": "gsm8k"}, "by data_source there"
+        **dict.fromkeys(
+            ("reward_model.reward_manager", "reward.reward_manager.name"),
+            renamed("rollout.reward", {"dapo": "dapo", "naive": "gsm8k"}, "by data_source there"),
         ),
         **dict.fromkeys(tuple(f"{buffer}.enable" for buffer in BUFFERS), covered),
         **{f"{buffer}.len": only_if(f"{buffer}.enable", under_the_name(LENGTH), True) for buffer in BUFFERS},
@@ -314,11 +296,6 @@ RULES = Rules(
         "trainer.n_gpus_per_node": 8,
         "trainer.total_epochs": 30,
     },
-    always={
-        "data.prompt_key": "prompt",
-        "data.answer_key": "reward_model.ground_truth",
-        "data.prompt_template": "{question}",
-        "data.chat_template": True,
-    },
+    always={**CHAT, "data.answer_key": "reward_model.ground_truth"},
 )
 """The table of names in `configs.cli.peers` says the rest."""

@@ -3,7 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from scripts.predict.intervals import nonnegative, slowed, union
 from scripts.simulate.profile import PredictError, Profile
 from scripts.simulate.quantiles import Quantiles, alike_in_groups
 from scripts.simulate.setup import Setup
+from scripts.simulate.simulate import simulate
 from trainer.tracking.sinks import METRICS_FILE
 
 ENOUGH_SPREAD = 0.3
@@ -91,7 +92,7 @@ def fit(runs: Sequence[MeasuredRun]) -> Profile:
         assumed.append(f"batches of all sizes take as measured around {engine.batch:.0f} requests, the only size seen")
     if any((run.config.get("data") or {}).get("sources") for run in runs):
         assumed.append("the sources (data.sources) are one, with groups of algorithm.group_size and all their episodes")
-    cores = _cores(slowdown, runs, assumed)
+    cores, engine_cores = _cores(slowdown, runs, assumed)
     assumed.append("the KV cache is large enough for max_num_seqs requests")
     assumed.append("n ranks train a batch in 1/n of the time that depends on its tokens")
     return Profile(
@@ -99,8 +100,8 @@ def fit(runs: Sequence[MeasuredRun]) -> Profile:
         step_s_per_request=engine.step_s_per_request,
         prefill_s_per_token=engine.prefill_s_per_token,
         has_tools=has_tools,
-        cores=cores.total,
-        engine_cores=cores.engine,
+        cores=cores,
+        engine_cores=engine_cores,
         train_s=trainer.train_s,
         train_s_per_token=trainer.train_s_per_token,
         computed_per_sampled=trainer.computed_per_sampled,
@@ -177,27 +178,22 @@ def _sampled_per_step(run: MeasuredRun) -> float:
 # -- what engine and trainer share -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cores:
-    total: float
-    engine: float
-
-
 def _slowdown(engine: EngineTimes, trainer: TrainerTimes) -> float:
     """Return the mean of the slowdowns that were found, 1 if none was: all who share cores are slowed alike."""
     slowdowns = [times.slowdown for times in (engine, trainer) if times.slowdown > 1.0]
     return _mean(slowdowns) if slowdowns else 1.0
 
 
-def _cores(slowdown: float, runs: Sequence[MeasuredRun], assumed: list[str]) -> Cores:
-    """Return the cores of which trainer and replicas together need `slowdown` times as many as there are."""
+def _cores(slowdown: float, runs: Sequence[MeasuredRun], assumed: list[str]) -> tuple[float, float]:
+    """Return the cores of which trainer and replicas together need `slowdown` times as many as there are, and those of
+    an engine."""
     if slowdown == 1.0:
-        return Cores(0.0, 1.0)
+        return 0.0, 1.0
     ranks = _mean([run.config["trainer"]["num_ranks"] for run in runs])
     replicas = _mean([run.config["rollout"]["num_replicas"] for run in runs])
     cores = float(os.cpu_count() or 1)
     assumed.append(f"the runs had {cores:g} cores, as this machine has (profile.cores), and a rank keeps one busy")
-    return Cores(cores, max(0.0, (slowdown * cores - ranks) / replicas))
+    return cores, max(0.0, (slowdown * cores - ranks) / replicas)
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
@@ -313,6 +309,12 @@ def measured_rate(run: MeasuredRun) -> float:
     borders = [*sorted(step.start or 0.0 for step in steps), max([*ends, *training(run.view)[1]])]
     seconds = [end - start for start, end in zip(borders, borders[1:], strict=False)]
     return Setup.from_mapping(run.config).rate_after_first(seconds)
+
+
+def simulated_rate(profile: Profile, run: MeasuredRun) -> float:
+    """Return what `measured_rate` is of a simulation of the run's own steps."""
+    setup = replace(Setup.from_mapping(run.config), steps=len(run.steps))
+    return simulate(profile, setup, whole=True).rate_after_first
 
 
 def _quantiles(values: Sequence[float]) -> Quantiles:

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from scripts.observe.tables import show_table, write_line
 from scripts.predict.advice import Advice, Option, advise_from_predictions
 from scripts.predict.command import Arguments
-from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run
+from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run, simulated_rate
 from scripts.predict.sweep import Choice, Cost, Marginal, around, costs, cross_axes, marginal, sweep
 from scripts.simulate.profile import Profile, read_profile, to_json
 from scripts.simulate.setup import Setup
@@ -55,7 +55,7 @@ def predict(arguments: Arguments) -> Outcome:
     base = arguments.setup(setup)
     if setup is not None and setup.eval_every and not base.eval_every and "eval_every" not in arguments.fixed:
         write_line(f"left out: evaluations, every {setup.eval_every} steps of the run; {base.steps} are simulated\n")
-    changes = cross_axes(base, arguments.axes) if arguments.axes else around(base)
+    changes = cross_axes(arguments.axes) if arguments.axes else around(base)
     now = simulate(profile, base)
     choices = list(sweep(profile, base, changes)) if "sweep" in arguments.parts else []
     per_step = f"{base.prompts_per_step} x {base.group_size} samples"
@@ -105,11 +105,9 @@ def _profile(arguments: Arguments, runs: Sequence[MeasuredRun]) -> Profile | Non
 
 
 def _compare(run: MeasuredRun, profile: Profile) -> Compared:
-    setup = replace(Setup.from_mapping(run.config), steps=len(run.steps))
-    simulated = simulate(profile, setup, whole=True).rate_after_first
-    compared = Compared(measured=measured_rate(run), simulated=simulated)
+    compared = Compared(measured=measured_rate(run), simulated=simulated_rate(profile, run))
     write_line(
-        f"its {setup.steps} steps after the first: {compared.measured:.4g} samples/s measured, "
+        f"its {len(run.steps)} steps after the first: {compared.measured:.4g} samples/s measured, "
         f"{compared.simulated:.4g} simulated ({compared.error:+.1%})\n"
     )
     return compared

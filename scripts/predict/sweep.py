@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from scripts.simulate.profile import PredictError, Profile
+from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
 from scripts.simulate.setup import KEYS, Setup
 from scripts.simulate.simulate import Prediction, simulate
@@ -51,12 +51,9 @@ def around(base: Setup) -> list[dict[str, Any]]:
     return changes
 
 
-def cross_axes(base: Setup, axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def cross_axes(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Return every combination of the values, by field of `Setup`."""
-    changes = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
-    if not changes:
-        raise PredictError("nothing to sweep")
-    return changes
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
 
 
 def sweep(profile: Profile, base: Setup, changes: Sequence[Mapping[str, Any]]) -> Iterator[Choice]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -50,13 +50,7 @@ class Similarity:
 
     @classmethod
     def total(cls, parts: Sequence["Similarity"]) -> "Similarity":
-        return cls(
-            dot=sum(part.dot for part in parts),
-            mine=sum(part.mine for part in parts),
-            others=sum(part.others for part in parts),
-            distance=sum(part.distance for part in parts),
-            moved=sum(part.moved for part in parts),
-        )
+        return cls(**{item.name: sum(getattr(part, item.name) for part in parts) for item in fields(cls)})
 
     @property
     def cosine(self) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import sqrt
 
@@ -44,10 +44,10 @@ class Draws:
         own = np.random.default_rng([self.seed, which.is_evaluation, which.ordinal, 1 + which.episode, which.attempt])
         shared, alone = sqrt(profile.alike), sqrt(1 - profile.alike)
         z_turns, z_tokens = shared * group_normal + alone * own.standard_normal(2)
-        count = max(1, round(self._cut(profile.turns.at_normal(z_turns), profile.turns.at(self.longest))))
+        count = max(1, round(min(profile.turns.at_normal(z_turns), profile.turns.at(self.longest))))
         z = (z_tokens, *own.standard_normal(count - 1))
         limit = profile.turn_tokens.at(self.longest)
-        tokens = tuple(max(1, round(self._cut(profile.turn_tokens.at_normal(normal), limit))) for normal in z)
+        tokens = tuple(max(1, round(min(profile.turn_tokens.at_normal(normal), limit))) for normal in z)
         uncached = tuple(round(profile.uncached_tokens.at(p)) for p in own.random(count))
         tool_s = tuple(profile.tool_s.at(p) for p in own.random(count)) if profile.has_tools else (0.0,) * count
         return Drawn(tokens, uncached, tool_s)
@@ -57,10 +57,6 @@ class Draws:
             return self.profile.reward_s.values[0]
         rng = np.random.default_rng([self.seed, 2, ordinal])
         return self.profile.reward_s.at(float(rng.random()))
-
-    @staticmethod
-    def _cut(value: float, limit: float) -> float:
-        return min(value, limit)
 
 
 @lru_cache(maxsize=4096)
@@ -127,16 +123,11 @@ class Together:
         return [_episode([completion]) for completion in await generate(requests)]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnReward:
-    """A reward that takes its time."""
+def drawn_reward(draws: Draws) -> RewardScorer:
+    """Return a reward that takes its time."""
 
-    draws: Draws
-    name: str = field(default="drawn", init=False)
-
-    async def __call__(self, prompt: Prompt, text: str) -> float:
-        await asyncio.sleep(self.draws.reward_s(prompt.ordinal))
+    async def reward(prompt: Prompt, text: str) -> float:
+        await asyncio.sleep(draws.reward_s(prompt.ordinal))
         return 0.0
 
-    def scorer(self) -> RewardScorer:
-        return RewardScorer(((RewardTerm(self.name, 1.0), Called(self, timeout_s=NEVER_S)),))
+    return RewardScorer(((RewardTerm("drawn", 1.0), Called(reward, timeout_s=NEVER_S)),))

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema import Config, StalePolicy
+from configs.schema import StalePolicy
 from rollout.buffer import TrajectoryBuffer
 from rollout.engines.virtual_clock import run_virtual
-from rollout.events.driver import NO_EVENTS, DriverEvents, Write
-from rollout.events.log import EventLog
-from rollout.replica.replica import RolloutReplica
+from rollout.events.driver import Write
 from rollout.types import Prompt, TrainBatch, TrajectoryGroup, staleness
 from scripts.simulate.engine import ProfiledEngine
-from scripts.simulate.episodes import ByThemselves, DrawnReward, Draws, Together
+from scripts.simulate.episodes import ByThemselves, Draws, Together, drawn_reward
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.setup import Setup
@@ -24,9 +22,6 @@ from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.checkpointer import is_first_update_after
 from trainer.metrics import Last, Max, Metric
 from weight_sync.protocol import Manifest, PublishOrder
-
-COLLECT_S = 60.0
-"""The seconds, on the virtual clock, after which the replicas are asked for their progress again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,39 +85,30 @@ class _Simulated:
     write: Write | None
 
     async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
-        profile, setup, clock = self.profile, self.setup, asyncio.get_running_loop().time
+        profile, setup = self.profile, self.setup
         eval_every = setup.eval_every if profile.evaluation_requests else 0
         config, machine = replace(setup, eval_every=eval_every).config(), Machine(profile, setup.num_ranks)
-        events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
         meter = Meter(trainer, engines, setup)
         run = SimulatedRun(
             config=config,
-            replicas=[_replica(index, engine, config, events) for index, engine in enumerate(engines)],
+            engines=engines,
             workers=trainer,
             loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
-            scorer=DrawnReward(self.draws).scorer(),
+            scorer=drawn_reward(self.draws),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
-            held_out=_held_out(profile.evaluation_requests),
-            events=events,
-            agent_events=EventLog(clock, is_on=events.is_on),
-            collect_s=1.0 if events.is_on else COLLECT_S,
+            held_out=[
+                Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="")
+                for index in range(profile.evaluation_requests)
+            ],
+            write=self.write,
             as_source=meter.of,
         )
         await run.train()
         meter.mark()
         return meter.prediction(counted, lead)
-
-
-def _replica(index: int, engine: ProfiledEngine, config: Config, events: DriverEvents) -> RolloutReplica:
-    log = EventLog(asyncio.get_running_loop().time, is_on=events.is_on)
-    return RolloutReplica(f"replica-{index}", engine, config.weight_sync, events=log)
-
-
-def _held_out(count: int) -> Sequence[Prompt]:
-    return [Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="") for index in range(count)]
 
 
 class ProfiledTrainer(SimulatedTrainer):
@@ -199,7 +185,7 @@ class Meter:
     _waits: list[float] = field(default_factory=list)
     _tokens: list[Counter[int]] = field(default_factory=list)
     """The number of trained tokens of each step, by staleness."""
-    _buffer: TrajectoryBuffer | None = None
+    _buffer: TrajectoryBuffer = field(init=False)
 
     def of(self, buffer: TrajectoryBuffer) -> "Meter":
         self._buffer = buffer
@@ -207,11 +193,9 @@ class Meter:
 
     @property
     def ready(self) -> Sequence[TrajectoryGroup]:
-        assert self._buffer is not None
         return self._buffer.ready
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
-        assert self._buffer is not None
         self.mark()
         batch = await self._buffer.next_batch(global_steps)
         self._waits.append(self._clock() - self._marks[-1].time)
@@ -229,11 +213,9 @@ class Meter:
         return batch
 
     async def advance(self, global_steps: int) -> None:
-        assert self._buffer is not None
         await self._buffer.advance(global_steps)
 
     def gauges(self) -> dict[str, float]:
-        assert self._buffer is not None
         return self._buffer.gauges()
 
     def mark(self) -> None:

@@ -14,9 +14,10 @@ from rollout.actors.tasks import run_with_background
 from rollout.agents.loop import AgentLoop
 from rollout.agents.worker import AgentWorker
 from rollout.buffer import TrajectoryBuffer, make_buffer
+from rollout.engines.base import Engine
 from rollout.evaluation.evaluator import Evaluator
 from rollout.evaluation.pinned import PinnedEvaluator
-from rollout.events.driver import NO_EVENTS, DriverEvents
+from rollout.events.driver import NO_EVENTS, DriverEvents, Write
 from rollout.events.log import EventLog
 from rollout.failures import FailureBudget
 from rollout.fleet.fleet import ReplicaFleet
@@ -41,8 +42,8 @@ class SimulatedRun:
     """The parts of a run that has neither models nor processes."""
 
     config: Config
-    replicas: Sequence[RolloutReplica]
-    """Their engines are simulated."""
+    engines: Sequence[Engine]
+    """The simulated engines, a replica each."""
     workers: Any
     """Stands for the trainer's own workers."""
     loop: AgentLoop
@@ -51,13 +52,12 @@ class SimulatedRun:
     checkpointer: Any = field(default_factory=NoCheckpoints)
     held_out: Sequence[Prompt] = ()
     """Asked as `trainer.eval_every` says, on pinned replicas as in a run."""
-    events: DriverEvents = NO_EVENTS
-    agent_events: EventLog = field(default_factory=lambda: EventLog(is_on=False))
-    """The events of the agent worker."""
-    collect_s: float = 1.0
-    """The seconds after which the replicas are asked for their progress again."""
-    members: Sequence[FleetMember] = ()
-    """The replicas as the driver and the agent worker call them; none: `replicas` themselves."""
+    write: Write | None = None
+    """Takes the events."""
+    collect_s: float = 60.0
+    """The seconds after which the replicas are asked for their progress again; one where there are events."""
+    as_member: Callable[[RolloutReplica], FleetMember] = lambda replica: replica
+    """Returns a replica as the driver and the agent worker call it."""
     as_runner: Callable[[GroupRunner], GroupRunner] = lambda agents: agents
     """Returns the runner of groups that the rollouter calls, given the agent worker."""
     beside: Callable[[ReplicaFleet, CheckpointManager], Sequence[Coroutine[Any, Any, None]]] = lambda fleet, manager: ()
@@ -69,19 +69,28 @@ class SimulatedRun:
         """Take all steps. Returns the seconds, from when the replicas serve the first weights."""
         config, clock = self.config, asyncio.get_running_loop().time
         size = config.algorithm.group_size
+        events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
+        agent_events = EventLog(clock, is_on=events.is_on)
         buffer = make_buffer(config)
-        buffer.emit = self.events.emit
+        buffer.emit = events.emit
         buffer.on_discard = self.recorder.record_discarded
         limit = max_inflight(config.rollout.max_num_seqs, size, config.rollout.episodes_per_seat)
-        members: list[Any] = list(self.members or self.replicas)
-        fleet = ReplicaFleet(members, limit, min_replicas=1, report=[].append, events=self.events)
+        members: list[Any] = [
+            self.as_member(
+                RolloutReplica(
+                    f"replica-{index}", engine, config.weight_sync, events=EventLog(clock, is_on=events.is_on)
+                )
+            )
+            for index, engine in enumerate(self.engines)
+        ]
+        fleet = ReplicaFleet(members, limit, min_replicas=1, report=[].append, events=events)
         manager = CheckpointManager(self.workers, fleet, config.weight_sync)
         agents = AgentWorker(
             config=config,
             tokenizer=NoTokenizer(),
             loop=self.loop,
             scorer=self.scorer,
-            events=self.agent_events,
+            events=agent_events,
             replicas={member.name: member.generate_group for member in members},
         )
         rollouter = Rollouter(
@@ -93,7 +102,7 @@ class SimulatedRun:
             sampling=SamplingParams(),
             group_size=size,
             group_timeout_s=config.rollout.group_timeout_s,
-            emit=self.events.emit,
+            emit=events.emit,
         )
         loop = TrainLoop(
             config=config,
@@ -104,25 +113,25 @@ class SimulatedRun:
             fleet_gauges=None,
             recorder=self.recorder,
             checkpointer=self.checkpointer,
-            emit=self.events.emit,
+            emit=events.emit,
         )
 
-        async def collect() -> None:
+        async def collect_once() -> None:
             """Collect events, as the fleet's monitor and the group of agent workers do."""
+            await fleet.collect_progress()
+            events.take(AGENT_WORKER, agent_events.take(), clock())
+
+        async def collect() -> None:
             while True:
-                await asyncio.sleep(self.collect_s)
-                await self._collect(fleet)
+                await asyncio.sleep(1.0 if events.is_on else self.collect_s)
+                await collect_once()
 
         await manager.update_weights(0)
         started = clock()
         await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(fleet, manager)])
         seconds = clock() - started
-        await self._collect(fleet)
+        await collect_once()
         return seconds
-
-    async def _collect(self, fleet: ReplicaFleet) -> None:
-        await fleet.collect_progress()
-        self.events.take(AGENT_WORKER, self.agent_events.take(), asyncio.get_running_loop().time())
 
     def _evaluate(self, agents: AgentWorker, fleet: ReplicaFleet, manager: CheckpointManager) -> Evaluate | None:
         if not self.held_out:

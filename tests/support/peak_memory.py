@@ -61,7 +61,7 @@ def run_rank(job: dict[str, Any], rank: int) -> int:
         worker = TrainWorker(config=config, device="cpu", make_sender=Inbox())
         worker.setup(model, rank, config.trainer.num_ranks, master)
         rows = config.trainer.tokens_per_micro_batch // 256 if model == job["models"][1] else 1
-        batch = full_batch(rows, 256, worker._policy.causal_lm.config.vocab_size)
+        batch = full_batch(rows, 256)
         for step in range(2):
             worker.train_step((batch, batch), step)
         peak = peak_host_bytes() - before

@@ -283,7 +283,8 @@ def full_batch(config: Config) -> StepBatch:
         )
         if len(batch.micro_batches[0]) >= 2:
             break
-        groups = [*groups, *(replace_ordinal(group, len(groups) + place) for place, group in enumerate(groups))]
+        copies = enumerate(groups, len(groups))
+        groups += [replace(group, prompt=replace(group.prompt, ordinal=ordinal)) for ordinal, group in copies]
     return replace(
         batch,
         micro_batches=tuple(each[:2] for each in batch.micro_batches),
@@ -300,10 +301,6 @@ def make_group(ordinal: int, prompt_tokens: int, response_tokens: int, size: int
     )
     prompt = Prompt(ordinal=ordinal, text="", token_ids=tuple(prompt_ids.tolist()), ground_truth="")
     return TrajectoryGroup(prompt=prompt, trajectories=trajectories)
-
-
-def replace_ordinal(group: TrajectoryGroup, ordinal: int) -> TrajectoryGroup:
-    return replace(group, prompt=replace(group.prompt, ordinal=ordinal))
 
 
 def _trajectory(prompt_ids: Any, response_ids: Any) -> Trajectory:

@@ -48,7 +48,7 @@ def test_a_rank_takes_what_the_plan_says(sizes: dict[str, Any], keys: dict[str, 
     assert shape is not None
     parts = rank_memory(config, shape, "cpu").host
     found = peak_bytes(tmp_path, (tiny, model), {"tokens_per_micro_batch": 2048, **keys}, TIMEOUT_S)
-    rows = full_batch(config.trainer.tokens_per_micro_batch // 256, 256, 8192)
+    rows = full_batch(config.trainer.tokens_per_micro_batch // 256, 256)
     step = StepBatch(micro_batches=((rows, rows),) * keys["num_ranks"], optimizer_steps=(range(2),), num_tokens=0)
     rehearsed = rehearse(config, "cpu", str(model), step).peak
     print(f"{keys}: measured {format_bytes(found)}, computed {format_bytes(total(parts))} ({list_parts(parts)})")

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from configs.validate import ConfigError
 from rollout.rewards.gsm8k import gsm8k
-from scripts.api.rows import lines_of, write_rows
+from scripts.api.commands import lines_of, write_rows
 from scripts.api.words import reward_text, text, words
 
 plain = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False)

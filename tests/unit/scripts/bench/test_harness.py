@@ -9,19 +9,20 @@ from scripts.bench.harness import Runs, make_parser, run_parts, take_turns
 
 def test_arms_take_turns_the_first_of_each_repetition_another_and_warm_ups_do_not_count() -> None:
     calls: list[tuple[str, int]] = []
+    seconds = {"slow": 10.0, "fast": 1.0}
 
-    async def slow(repetition: int) -> dict[str, float]:
-        calls.append(("slow", repetition))
-        return {"seconds": 10.0 + repetition}
+    def run(name: str, repetition: int) -> dict[str, float]:
+        calls.append((name, repetition))
+        return {"seconds": seconds[name] + repetition}
 
-    def fast(repetition: int) -> dict[str, float]:
-        calls.append(("fast", repetition))
-        return {"seconds": 1.0 + repetition}
+    async def run_later(name: str, repetition: int) -> dict[str, float]:
+        return run(name, repetition)
 
-    runs = asyncio.run(take_turns({"slow": slow, "fast": fast}, 2, warm_ups=1))
+    runs = asyncio.run(take_turns(run_later, list(seconds), 2, warm_ups=1))
     assert calls == [("fast", -1), ("slow", -1), ("slow", 0), ("fast", 0), ("fast", 1), ("slow", 1)]
     assert runs.values("seconds", "slow") == [10.0, 11.0] and runs.medians("fast", "fast_") == {"fast_seconds": 1.5}
     assert runs.ratio("seconds", "slow", over="fast") == (10 / 1 + 11 / 2) / 2
+    assert asyncio.run(take_turns(lambda base, number: {"s": base + number}, {"a": 2}, 2)).values("s", "a") == [2, 3]
 
 
 def test_the_table_has_a_row_for_each_arm_and_the_range_of_its_first_column(capsys: pytest.CaptureFixture[str]) -> None:

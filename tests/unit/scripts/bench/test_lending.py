@@ -14,7 +14,3 @@ def test_the_side_that_waits_helps_for_as_long_as_it_waits_but_for_the_switches(
     assert lent_step_s(split, 0.0) == 7.0, "all GPUs are busy all the time"
     assert lent_step_s(split, 2.0) == 8.0, "4 s of its own, 2 s of switches, 2 s for the others"
     assert lent_step_s(split, 7.0) == 10.0, "it does not pay"
-
-
-def test_a_split_without_a_wait_has_nothing_to_lend() -> None:
-    assert lent_step_s(Split(num_replicas=3, num_ranks=1, trainer_s=5.0, replicas_s=5.0), 0.0) == 5.0

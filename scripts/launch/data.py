@@ -23,6 +23,8 @@ from trainer.tracking.console import Console
 
 Rows = tuple[list[Row], list[Row] | None]
 """The training rows and the held-out rows, where None holds nothing out."""
+MAX_SHOWN = 300
+"""The most characters that are shown of a prompt."""
 
 
 def load_sources(config: Config) -> dict[str, Rows]:
@@ -108,7 +110,8 @@ def held_out_rows(config: Config) -> list[Row]:
 async def encode_rows(
     config: Config, encoder: AgentWorkerGroup, name: str, rows: list[Row], console: Console, source: str = ""
 ) -> list[Prompt]:
-    """Encode the rows of a source, and report how many prompts are too long. `config`: the source's own.
+    """Encode the rows of a source, and report how many prompts are too long, and, where the rows are a user's own, what
+    data.prompt_template makes of the first. `config`: the source's own.
 
     Raises:
         DataError: a row cannot be made a prompt, a prompt is too long and may not be left out, or none is left.
@@ -125,6 +128,9 @@ async def encode_rows(
     console.message(f"{name}: {len(kept)} prompts, {num_too_long} left out ({limit}){split}")
     if not kept:
         raise DataError(f"no {name} prompt has at most {limit} tokens")
+    if data.train_files is not None:
+        text = kept[0].text if len(kept[0].text) <= MAX_SHOWN else f"{kept[0].text[:MAX_SHOWN]}..."
+        console.message(f"the first {name} prompt, as the model reads it: {text!r}")
     return kept
 
 

@@ -135,6 +135,8 @@ async def policy_model(config: Config, boot_path: str, console: Console, kept: P
     warm_up = driver_task(warm_tiny_model, config, num_returns="streaming")
     path = boot_path
     what = "warm-up of the tiny model"
+    if config.data.train_files is not None:
+        console.message(f"{what}: on problems made here, not on data.train_files; model.warmup_steps=0 leaves it out")
     async with within(config.model.warmup_timeout_s, "model.warmup_timeout_s", what):
         with console.during(what) as show:
             async for reference in warm_up.remote(config, kept):

@@ -119,9 +119,10 @@ def _reward(config: Config) -> str:
 
 def _prompts(config: Config) -> str:
     data = config.data
-    if data.val_share is not None:
-        return f"{data.train_files}, of which {data.val_share:g} are held out"
-    return data.train_files or f"{data.num_train} {data.generated.value} problems made here"
+    if data.train_files is None:
+        return f"{data.num_train} {data.generated.value} problems made here"
+    held_out = "" if data.val_share is None else f", of which {data.val_share:g} are held out"
+    return f"{data.train_files}{held_out}, each as {data.prompt_template!r}"
 
 
 def _held_out(config: Config) -> str:

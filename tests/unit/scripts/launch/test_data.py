@@ -46,6 +46,12 @@ def test_prompts_that_are_too_long_are_left_out_and_counted() -> None:
     assert screen.messages == ["train: 2 prompts, 1 left out (data.max_prompt_tokens=5)"]
 
 
+def test_of_own_rows_the_first_prompt_is_shown_as_the_template_makes_it() -> None:
+    own, screen = changed(Config(), data__train_files="own.jsonl", data__prompt_template="Q: {question}"), Screen()
+    (first, *_) = asyncio.run(encode_rows(own, FakeEncoder(), "train", ROWS, screen))
+    assert screen.messages[1:] == [f"the first train prompt, as the model reads it: {first.text!r}"]
+
+
 def test_or_they_are_refused() -> None:
     message = "data.overlong_prompts=refuse: 1 of 3 train prompts exceed data.max_prompt_tokens=5"
     with pytest.raises(ValueError, match=message):

@@ -115,7 +115,8 @@ def check_events(run: Run) -> None:
         assert pauses and all(pause is not None and pause > 0 for pause in pauses)
     loads = [sample.load.kv_usage for samples in view.loads.values() for sample in samples]
     assert loads and all(usage is not None and 0 <= usage < 8 for usage in loads)
-    assert view.evaluations[EVALUATED].file == f"evaluations/step_{EVALUATED:06d}.jsonl"
+    assert view.evaluations[EVALUATED].accuracy is not None
+    assert (run.run_dir / f"evaluations/step_{EVALUATED:06d}.jsonl").exists()
     assert write_trace(RunReader.open(run.run_dir), run.run_dir / TRACE_FILE) > 3 * len(lines)
 
 

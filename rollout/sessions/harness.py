@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from configs.rollout import PROMPT_PLACEHOLDER, SessionsConfig
 from configs.runtime.dotted import find
 from configs.runtime.environment import user_environment
 from configs.serve import TOKEN_ENV
+from rollout.actors.child_process import ChildProcess
 from rollout.actors.processes import kill_processes, process_tree
 from rollout.sessions.containment import exits_contained
 from rollout.sessions.folders import EpisodeFolder, EpisodeFolders, as_bytes
@@ -182,7 +182,7 @@ class AgentCommand:
 class CommandPlace(Protocol):
     """The place where commands run. That of sandboxes is above this room (rollout/environments/sandbox/commands.py)."""
 
-    async def start(self, command: AgentCommand) -> tuple[Process, int]:
+    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
         """Return the process, whose streams are pipes, and a descriptor which, when it is closed, ends all that the
         command has started. Raises OSError and ValueError for a command that the system does not take."""
         ...
@@ -191,14 +191,11 @@ class CommandPlace(Protocol):
 class Machine:
     """The place of commands without a sandbox: this machine, with the rights of this process."""
 
-    async def start(self, command: AgentCommand) -> tuple[Process, int]:
+    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
         watched, control = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
+            process = await ChildProcess.start(
                 *(sys.executable, "-I", "-S", REAPER, str(watched), command.script, command.argument),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
                 cwd=command.folder.home,
                 env=self._environment(command),
                 pass_fds=(watched,),
@@ -265,7 +262,7 @@ class CommandHarness:
         reading = _Streams(process, b"" if is_argument else prompt)
         code: int | None = None
         try:
-            code = await _exit_code(process)
+            code = await process.wait()
         finally:
             await _end(process, control, connection.session)
             await reading.end()
@@ -274,7 +271,7 @@ class CommandHarness:
         if code:
             raise HarnessError(f"{self._key}: {_why(code, folder.stderr)}")
 
-    async def _start(self, argument: bytes, folder: EpisodeFolder, connection: Connection) -> tuple[Process, int]:
+    async def _start(self, argument: bytes, folder: EpisodeFolder, connection: Connection) -> tuple[ChildProcess, int]:
         command = AgentCommand(
             script=self._script,
             argument=argument,
@@ -302,8 +299,7 @@ class CommandHarness:
 class _Streams:
     """Writes the prompt, and reads what a command writes, whose last bytes it keeps."""
 
-    def __init__(self, process: Process, prompt: bytes):
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    def __init__(self, process: ChildProcess, prompt: bytes):
         self.stdout, self.stderr = bytearray(), bytearray()
         self._stdin = process.stdin
         self._writing = asyncio.create_task(self._write(prompt))
@@ -349,22 +345,14 @@ async def _whole(work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[obj
         raise
 
 
-async def _exit_code(process: Process) -> int:
-    """Return the exit code once the process has ended. `process.wait()` would also wait for processes that have
-    inherited its output."""
-    while process.returncode is None:
-        await asyncio.sleep(EXIT_LOOKS_S)
-    return process.returncode
-
-
-async def _end(process: Process, control: int, session: str) -> None:
+async def _end(process: ChildProcess, control: int, session: str) -> None:
     """Return when nothing is left of a command. Its reaper ends what the command has started, as soon as `control` is
     closed; where the command has stopped or killed that, its process group, its descendants and every process that has
     the session in its environment are killed here."""
     os.close(control)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(2 * END_S):
-            await _exit_code(process)
+            await process.wait()
     tree = process_tree(process.pid) if process.returncode is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -377,7 +365,7 @@ async def _end(process: Process, control: int, session: str) -> None:
                 await asyncio.sleep(EXIT_LOOKS_S)
     except TimeoutError:
         logger.error("session %s: processes of its harness do not end, although they were killed", session)
-    await _exit_code(process)
+    await process.wait()
 
 
 def _find_processes(session: str) -> list[psutil.Process]:

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from configs.sandbox import SandboxConfig
+from rollout.actors.child_process import ChildProcess
 from rollout.environments.sandbox.launching import (
     MIB,
     PATH,
@@ -101,7 +101,7 @@ class SandboxedCommands:
     def __init__(self, config: SandboxConfig, shown: Sequence[Shown]):
         self._config, self._launcher = config, CommandLauncher(config, shown)
 
-    async def start(self, command: AgentCommand) -> tuple[Process, int]:
+    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
         """Start a command. Raises SandboxUnavailableError, and OSError and ValueError for a prompt that can be no
         argument."""
         url = urlsplit(command.connection.server_url)
@@ -111,17 +111,14 @@ class SandboxedCommands:
         control, theirs = socket.socketpair()
         with control:
             with theirs, self._launcher.launch_command(command, theirs.fileno(), address) as launch:
-                process = await asyncio.create_subprocess_exec(
-                    *launch.argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, **launch.options
-                )
+                process = await ChildProcess.start(*launch.argv, start_new_session=True, **launch.options)
             try:
                 listener = await asyncio.to_thread(_receive_listener, control, self._config.start_timeout_s)
                 if listener is None:
                     raise unavailable(self._config, self._launcher, await _said(process))
                 relay = await Relay.start(listener, address)
             except BaseException:
-                with suppress(ProcessLookupError):
-                    process.kill()
+                process.kill()
                 await process.wait()
                 raise
             command.connection.at_end.insert(0, lambda has_failed: relay.close())
@@ -147,9 +144,8 @@ def _receive_listener(control: socket.socket, timeout_s: float) -> socket.socket
     return socket.socket(fileno=descriptors[0]) if said else None
 
 
-async def _said(process: Process) -> str:
+async def _said(process: ChildProcess) -> str:
     """Return what a sandbox that did not start has written to stderr."""
-    assert process.stderr is not None
     with suppress(TimeoutError):
         async with asyncio.timeout(SAID_S):
             return (await process.stderr.read(4096)).decode(errors="replace").strip()

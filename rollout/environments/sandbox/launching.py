@@ -112,8 +112,8 @@ def guest_settings(
 
 
 def _unprivileged() -> tuple[str, ...]:
-    """Return the words before a command by which root runs it as another user. Not `subprocess`'s own `user=`: uvloop,
-    on which agent workers run, does not have it."""
+    """Return the words before a command by which root runs it as another user. Not `subprocess`'s own `user=`: with
+    that, it forks (see `ChildProcess`)."""
     if os.geteuid() != 0:
         return ()
     return ("setpriv", f"--reuid={UNPRIVILEGED_ID}", f"--regid={UNPRIVILEGED_ID}", "--clear-groups", "--")

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.runtime.deadline import within
 from configs.sandbox import SandboxBackend, SandboxConfig
+from rollout.actors.child_process import ChildProcess
 from rollout.environments.sandbox.launching import (
     HOME,
     MAX_FILES,
@@ -116,7 +117,7 @@ class Sandbox:
         await sandbox.stop()
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, config: SandboxConfig, image: str | None):
+    def __init__(self, process: ChildProcess, config: SandboxConfig, image: str | None):
         self.image = image
         self._process, self._config = process, config
         self._one = asyncio.Lock()
@@ -136,12 +137,9 @@ class Sandbox:
             TimeoutError: It did not answer within sandbox.start_timeout_s.
         """
         launcher, image = launcher or make_launcher(config), image or config.image
-        pipe = asyncio.subprocess.PIPE
         try:
             with launcher.launch(image) as launch:
-                process = await asyncio.create_subprocess_exec(
-                    *launch.argv, stdin=pipe, stdout=pipe, stderr=pipe, **launch.options
-                )
+                process = await ChildProcess.start(*launch.argv, **launch.options)
         except OSError as error:
             raise unavailable(config, launcher, str(error)) from error
         sandbox = cls(process, config, image)
@@ -251,8 +249,7 @@ class Sandbox:
             async with asyncio.timeout(self._config.answer_timeout_s):
                 await self._process.wait()
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._process.kill()
             async with within(END_S, "END_S", "the end of a sandbox that was killed"):
                 await self._process.wait()
             if self._config.backend is SandboxBackend.harbor:  # with the others, the kernel ends all
@@ -285,7 +282,6 @@ class Sandbox:
 
     async def _exchange(self, request: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]:
         reader, writer = self._process.stdout, self._process.stdin
-        assert reader is not None and writer is not None
         header = json.dumps(request | {"size": len(content)}).encode()
         try:
             writer.write(HEADER.pack(len(header)) + header + content)
@@ -303,11 +299,9 @@ class Sandbox:
     def _lose(self) -> None:
         """Close stdin, which ends process 1 and with it all others. It is not killed: with Harbor, it cleans up."""
         self._is_lost = True
-        assert self._process.stdin is not None
         self._process.stdin.close()
 
     async def _listen(self) -> None:
-        assert self._process.stderr is not None
         while part := await self._process.stderr.read(MAX_SAID_BYTES):
             self._said = (self._said + part)[-MAX_SAID_BYTES:]
 

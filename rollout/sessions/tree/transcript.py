@@ -91,11 +91,8 @@ class Transcript:
         call = len(self._generations)
         if attachment.parent is not None:
             self._update(attachment.parent, delivery=Delivery.read)  # the harness quotes the answer, so it has read it
-        for number in range(call, call + attachment.request.num_answers):
-            request, place = (
-                attachment.request,
-                {column.name: getattr(attachment, column.name) for column in fields(Place)},
-            )
+        request, place = attachment.request, {field.name: getattr(attachment, field.name) for field in fields(Place)}
+        for number in range(call, call + request.num_answers):
             generation = Generation(number=number, call=call, sampling=request.sampling, tools=request.tools, **place)
             self._generations.append(generation)
             self._index.add(generation)

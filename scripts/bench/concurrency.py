@@ -7,8 +7,8 @@ With few, the cache is empty; with many, the engine preempts the newest requests
 again when they come back. Three distributions of lengths: equal, log-normal, and one long answer in five.
 
 `agents` asks the same of the episodes that a replica has, which is another question: between two turns, the cache of an
-episode stays only until others need the room. With --vllm, real engines of two models on the CPU answer shortly, and
-their tokens are counted per second of the CPU time of the engine's process.
+episode stays only until others need the room. With --vllm, a real engine on the CPU answers shortly, and its tokens are
+counted per second of the CPU time of the engine's process.
 
 The last line is JSON: <engine>_<distribution>_<seats> in tokens per second, and for each distribution `_share`: the
 share of the best number's that the most seats reach.
@@ -29,7 +29,7 @@ from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench import routing
 from scripts.bench.common import LengthOf, LogNormalLengths
 from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_turns
-from scripts.bench.models import ON_CPU, Shape
+from scripts.bench.models import ON_CPU
 from scripts.bench.routing import Work
 from scripts.bench.updates import random_engine
 from scripts.simulate.engine import ProfiledEngine
@@ -49,8 +49,6 @@ PROFILE = Profile(
 SEATS = (24, 32, 48, 64, 80, 96, 256)
 PROMPT = 300
 REAL_SEATS, REAL_PROMPT, REAL_KV_TOKENS = (6, 10, 14, 20, 64), 64, 2048
-REAL_SHAPES = {"small": ON_CPU, "large": Shape(hidden=384, intermediate=1536, layers=6, heads=6, kv_heads=2)}
-"""Steps of the large one cost more for each token: prompts, and what was preempted, are dear to compute again."""
 ROOMS, TOOLS_S, AGENTS_KV_TOKENS = (8, 16, 24, 32, 72), (1.0, 20.0), 100_000
 
 
@@ -127,15 +125,8 @@ def agents() -> dict[str, float]:
 
 
 async def on_vllm(repeats: int) -> dict[str, float]:
-    figures = dict[str, float]()
-    for name, shape in REAL_SHAPES.items():
-        figures |= await on_engine(name, shape, repeats)
-    return figures
-
-
-async def on_engine(model: str, shape: Shape, repeats: int) -> dict[str, float]:
-    figures, kv_bytes = dict[str, float](), shape.kv_bytes(REAL_KV_TOKENS, 4)
-    async with random_engine(shape, seq_tokens=1024, num_seqs=REAL_SEATS[-1], kv_cache_bytes=kv_bytes) as engine:
+    figures, kv_bytes = dict[str, float](), ON_CPU.kv_bytes(REAL_KV_TOKENS, 4)
+    async with random_engine(ON_CPU, seq_tokens=1024, num_seqs=REAL_SEATS[-1], kv_cache_bytes=kv_bytes) as engine:
         await engine.tag_loaded(0)
         for name, length_of in lengths(100).items():
 
@@ -148,7 +139,7 @@ async def on_engine(model: str, shape: Shape, repeats: int) -> dict[str, float]:
                 return {"tokens_per_cpu_s": rate}
 
             runs = await take_turns(run, {str(seats): seats for seats in REAL_SEATS}, repeats)
-            figures |= rates_of(f"vLLM, {model} model, {name}", f"vllm_{model}_{name}", "tokens_per_cpu_s", runs)
+            figures |= rates_of(f"vLLM on the CPU, {name}", f"vllm_{name}", "tokens_per_cpu_s", runs)
     return figures
 
 
@@ -165,7 +156,7 @@ def rates_of(title: str, name: str, figure: str, runs: Runs) -> dict[str, float]
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=3, parts=["simulated", "agents"])
-    parser.add_argument("--vllm", action="store_true", help="real engines, too")
+    parser.add_argument("--vllm", action="store_true", help="a real engine, too")
     options = parser.parse_args()
     options.only = [*options.only, *(["vllm"] if options.vllm else [])]
     run_parts(options, {"simulated": simulated, "agents": agents, "vllm": lambda: on_vllm(options.repeats)})

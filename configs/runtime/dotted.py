@@ -26,10 +26,20 @@ def find(
     target = find_callable(key, path, known)
     expected = f"({', '.join([*parameters, *(f'{name}=...' for name in named)])})"
     try:
-        inspect.signature(target).bind(*parameters, **dict.fromkeys(named))
+        check_call(target, parameters, named)
     except (TypeError, ValueError) as error:  # ValueError: some functions of C extensions have no signature
         raise ValueError(f"{key}={path}: must be callable with {expected}: {error}") from error
     return target
+
+
+def check_call(function: Callable[..., Any], parameters: Sequence[str], named: Collection[str] = ()) -> None:
+    """Raise TypeError where `function` cannot be called with `parameters` by position and those `named` by name, or
+    would take one of them for another: `score(text, n)` would be given the prompt as its text. Raise ValueError where
+    its signature is not known."""
+    bound = inspect.signature(function).bind(*parameters, **dict.fromkeys(named))
+    for own, given in bound.arguments.items():
+        if own in parameters and given in parameters and own != given:
+            raise TypeError(f"its argument '{own}' would be given the {given}")
 
 
 def find_callable(key: str, path: str, known: Sequence[str] = ()) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from configs.runtime.dotted import check_call
 from configs.runtime.environment import REPO_ROOT
 from configs.validate import ConfigError
 from trainer.tracking.sinks import write_atomically
@@ -70,11 +71,9 @@ def environment(maker: T) -> T:
 
 def _check_call(what: str, function: Callable[..., Any], *parameters: str) -> None:
     try:
-        signature = inspect.signature(function)
+        check_call(function, parameters)
     except ValueError:  # no signature is known, as of some functions of C extensions: the run's own check tells
         return
-    try:
-        signature.bind(*parameters)
     except TypeError as error:
         raise TypeError(f"{what} {_name(function)}: must be callable with ({', '.join(parameters)}): {error}") from None
 

@@ -12,6 +12,7 @@ from configs.runtime.dotted import ASIDE, find
 MODULE = """
 NUMBER = 3
 def two(prompt, text): return (prompt, text)
+def swapped(text, number): ...
 def any_number(*all_of_them): return len(all_of_them)
 def keyword_only(prompt, *, text): ...
 async def later(prompt, text=""): ...
@@ -107,6 +108,7 @@ def test_async_functions_and_classes_are_callable_too(own: str) -> None:
         ("own:too", "a.b=own:too: own has no too; it was loaded from "),
         ("own:NUMBER", "a.b=own:NUMBER: must be a function or a class, but is of type int"),
         ("own:Loop", "a.b=own:Loop: must be callable with (prompt, text): too many positional arguments"),
+        ("own:swapped", "(prompt, text): its argument 'text' would be given the prompt"),
         ("own:keyword_only", "a.b=own:keyword_only: must be callable with (prompt, text): too many positional"),
     ],
 )

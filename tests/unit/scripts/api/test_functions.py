@@ -48,8 +48,8 @@ def in_a_new_process(path: str, call: str) -> str:
 
 def test_a_function_of_a_module_that_is_found_goes_by_its_name(here: Path) -> None:
     assert reference(KEY, gsm8k) == "rollout.rewards.gsm8k:gsm8k"
-    (here / "own_rewards.py").write_text("def half(prompt, text): return 0.5\n")
-    assert reference(KEY, module_from(here / "own_rewards.py", "own_rewards").half) == "own_rewards:half"
+    (here / "half_rewards.py").write_text("def half(prompt, text): return 0.5\n")
+    assert reference(KEY, module_from(here / "half_rewards.py", "half_rewards").half) == "half_rewards:half"
     assert not (here / FOLDER).exists()
 
 

@@ -76,6 +76,7 @@ def test_rewards_are_functions_names_weights_or_sums() -> None:
     ("reward", "problem"),
     [
         (lambda text: 1.0, "reward function: must be callable with (prompt, text): too many positional arguments"),
+        (lambda text, number: 1.0, "(prompt, text): its argument 'text' would be given the prompt"),
         (
             lambda prompts, completions, **columns: [],
             "takes lists, as TRL's rewards do; here",

@@ -49,6 +49,11 @@ def disturb(made: Bed, *, round_trip_ms: float = 0, loss_percent: float = 0, mbi
         made.disturb(host, round_trip_ms=round_trip_ms / 2, loss_percent=loss_percent / 2, mbit=mbit)
 
 
+def has_ray(host: Host) -> bool:
+    """Whether Ray's daemon is there. What it has started may outlive it for a moment."""
+    return any("/raylet/raylet " in command_of(process) for process in host.processes())
+
+
 def host_of_a_replica_alone(made: Bed, run: Run) -> tuple[Host, str]:
     """Return a host, without driver, head and trainer, that has a replica, and its name."""
     where = places(run)
@@ -138,11 +143,14 @@ def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_pa
             time.sleep(60)
             made.heal(victim)
             more_steps(run, 10)
-            is_given_up = f"{replica} is given up: " in run.output.read_text()
-            if is_given_up and not any("ray" in command_of(process) for process in victim.processes()):
-                start_ray(victim, head, num_cpus=2, **slow)
-            if is_given_up:
-                run.wait_for("replica-2 is in service", START_DEADLINE_S)
+            if f"{replica} is given up: " in run.output.read_text():
+                is_back = "replica-2 is in service"
+                while has_ray(victim) and is_back not in run.output.read_text():
+                    assert time.time() < since + START_DEADLINE_S, f"Ray does not end on {victim.name}"
+                    time.sleep(1)
+                if not has_ray(victim):  # Ray had given up the host, and its daemon has heard so
+                    start_ray(victim, head, num_cpus=2, **slow)
+                run.wait_for(is_back, START_DEADLINE_S)
             tell(f"60 s partition of {replica}", run, since)
             for process in psutil.Process(run.process.pid).children():
                 process.terminate()

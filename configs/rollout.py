@@ -118,8 +118,8 @@ class RolloutConfig:
     """Episodes that a replica admits per seat, so that some generate while others wait for tools. Slow tools need more;
     each group needs a slot, too."""
     concurrency: Concurrency = Concurrency.auto
-    """Episodes that a replica has at most: auto, which begins at what max_num_seqs and episodes_per_seat say and follows
-    what replicas report about turns that are computed again, KV cache and queue; or fixed, which stays there."""
+    """Episodes that a replica has at most: auto, which begins at what max_num_seqs and episodes_per_seat say and
+    follows the reports of replicas about turns computed again, KV cache and queue; or fixed, which stays there."""
     dtype: DType = DType.float32
     """Number format of the engine's weights and activations."""
     enforce_eager: bool = True

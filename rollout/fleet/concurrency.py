@@ -167,7 +167,7 @@ class Look:
     turns: int
     """Turns that have ended."""
     again: int
-    """Those of them whose conversation was not in the KV cache any more."""
+    """Turns of them whose conversation was not in the KV cache any more."""
     inside: int
     waiting: int
     kv_usage: float | None = None

@@ -23,7 +23,7 @@ class Conversations:
         self.turns = 0
         """The turns that have ended."""
         self.computed_again = 0
-        """Those of them of which most of the turns before was not in the cache any more."""
+        """Turns of them of which most of the turns before was not in the cache any more."""
         self._versions = dict[RequestId, int | None]()
 
     def add(self, request: GenerationRequest, completion: Completion) -> None:

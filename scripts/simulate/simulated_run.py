@@ -20,13 +20,13 @@ from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.events.driver import NO_EVENTS, DriverEvents, Write
 from rollout.events.log import EventLog
 from rollout.failures import FailureBudget
-from rollout.fleet.concurrency import make_concurrency
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.prompts import PromptStream
 from rollout.replica.lifecycle import FleetMember
 from rollout.replica.replica import RolloutReplica
 from rollout.rewards.scoring import RewardScorer
 from rollout.rollouter import GroupRunner, Rollouter
+from rollout.router import max_inflight
 from rollout.types import Prompt, SamplingParams
 from scripts.simulate.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer
 from trainer.loop import TrainLoop
@@ -74,7 +74,7 @@ class SimulatedRun:
         buffer = make_buffer(config)
         buffer.emit = events.emit
         buffer.on_discard = self.recorder.record_discarded
-        limit, concurrency = make_concurrency(config.rollout, size)
+        limit = max_inflight(config.rollout.max_num_seqs, size, config.rollout.episodes_per_seat)
         members: list[Any] = [
             self.as_member(
                 RolloutReplica(
@@ -83,7 +83,7 @@ class SimulatedRun:
             )
             for index, engine in enumerate(self.engines)
         ]
-        fleet = ReplicaFleet(members, limit, min_replicas=1, report=[].append, events=events, concurrency=concurrency)
+        fleet = ReplicaFleet(members, limit, min_replicas=1, report=[].append, events=events)
         manager = CheckpointManager(self.workers, fleet, config.weight_sync)
         agents = AgentWorker(
             config=config,

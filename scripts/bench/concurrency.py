@@ -23,6 +23,7 @@ that the most seats, or auto, reach.
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +67,7 @@ ANSWER_ROOMS, TOOLS_S = (32, 64, 128, 264, 520), (1.0, 20.0)
 ROOMS = {1.0: (16, 24, 32, 40, 72, 136), 20.0: (72, 136, 264, 520)}
 """The fixed numbers of episodes, by the seconds of a tool."""
 AGENT_SEATS, AGENTS_KV_TOKENS = 64, 100_000
-REAL_ROOMS, REAL_SEATS_FOR_EPISODES, REAL_EPISODES_KV_TOKENS, REAL_GROUP = (8, 12, 16, 24, 36), 16, 6144, 4
+REAL_ROOMS, REAL_EPISODE_SEATS, REAL_EPISODES_KV_TOKENS, REAL_GROUP = (8, 12, 16, 24, 36), 16, 6144, 4
 REAL_SHAPES = {"small": ON_CPU, "large": Shape(hidden=192, intermediate=768, layers=4, heads=4, kv_heads=2)}
 """Steps of the large one cost more for each token: what is computed again is dear."""
 
@@ -330,20 +331,20 @@ async def episodes_on_vllm(repeats: int) -> Figures:
         group_size=REAL_GROUP,
         collect_s=0.5,
     )
-    answers = replace(agents, length_of=lengths(100)["lognormal"], prompt=64, turns=1)
+    answers = replace(agents, length_of=lengths(100)["lognormal"], prompt=64, turns=1, counted=24_000)
     figures = dict[str, float]()
     for name, shape in REAL_SHAPES.items():
-        for kind, job, kv_tokens in (("agents", agents, REAL_EPISODES_KV_TOKENS), ("answers", answers, REAL_KV_TOKENS)):
-            figures |= await _on_vllm(f"vllm {name} {kind}", job, shape, kv_tokens, repeats)
+        kv_bytes = shape.kv_bytes(REAL_EPISODES_KV_TOKENS, 4), shape.kv_bytes(REAL_KV_TOKENS, 4)
+        engine = random_engine(shape, seq_tokens=2048, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[0])
+        figures |= await _on_engine(f"vllm {name} agents", agents, engine, repeats)
+        engine = random_engine(shape, seq_tokens=1024, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[1])
+        figures |= await _on_engine(f"vllm {name} answers", answers, engine, repeats)
     return figures
 
 
-async def _on_vllm(name: str, job: Job, shape: Shape, kv_tokens: int, repeats: int) -> Figures:
-    controller, seeds = adaptive_controller(REAL_SEATS_FOR_EPISODES, REAL_GROUP), itertools.count()
-    kv_bytes = shape.kv_bytes(kv_tokens, 4)
-    async with random_engine(
-        shape, seq_tokens=2048, num_seqs=REAL_SEATS_FOR_EPISODES, kv_cache_bytes=kv_bytes
-    ) as engine:
+async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[Engine], repeats: int) -> Figures:
+    controller, seeds = adaptive_controller(REAL_EPISODE_SEATS, REAL_GROUP), itertools.count()
+    async with starting as engine:
 
         async def run(limit: int | None, repetition: int) -> Figures:
             is_search = repetition < 0

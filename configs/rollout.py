@@ -27,6 +27,16 @@ class StalePolicy(Enum):
     """It is thrown away and counted, and another prompt takes its slot."""
 
 
+class Concurrency(Enum):
+    """The number of episodes that a replica has at most."""
+
+    fixed = "fixed"
+    """`max_num_seqs` x `data_parallel_size` x `episodes_per_seat`, and one group."""
+    auto = "auto"
+    """At first that number; then as many as fill every seat, or as many as have room in the KV cache, whichever samples
+    more tokens per second."""
+
+
 class RewardPlace(Enum):
     """The place where a synchronous reward runs. An async one is awaited on the event loop of its agent worker, and
     rewards of this project that are known to be quick are called there."""
@@ -107,6 +117,9 @@ class RolloutConfig:
     episodes_per_seat: int = 2
     """Episodes that a replica admits per seat, so that some generate while others wait for tools. Slow tools need more;
     each group needs a slot, too."""
+    concurrency: Concurrency = Concurrency.auto
+    """Episodes that a replica has at most: auto, which begins at what max_num_seqs and episodes_per_seat say and
+    follows the reports of replicas about turns computed again, KV cache and queue; or fixed, which stays there."""
     dtype: DType = DType.float32
     """Number format of the engine's weights and activations."""
     enforce_eager: bool = True

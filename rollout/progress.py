@@ -48,6 +48,14 @@ class ProgressReport:
     """Seconds since its start with at least one request, frozen or not."""
     request_s: float
     """Seconds of all requests, summed: two that run for the same second count two."""
+    waiting: int = 0
+    """Requests that wait for a seat now."""
+    kv_usage: float | None = None
+    """Share of the KV cache that its requests need now, where the engine says so."""
+    turns: int = 0
+    """Requests that have ended since its start."""
+    computed_again: int = 0
+    """Requests of them whose turns before were in the KV cache once, under the same weights, and were not any more."""
     deltas: tuple[TokenDelta, ...]
     events: EventBatch | None = None
     """The events there since the last report."""

@@ -39,7 +39,7 @@ class ReplicaRouter:
             if isinstance(replicas, Mapping)
             else {name: Replica(name=name, state=ReplicaState.READY) for name in replicas}
         )
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
         self._changed = asyncio.Event()
         # Held while waiting for room, so that groups are served in the order in which they came: a small one that
         # would fit must not overtake a big one for ever.
@@ -110,8 +110,17 @@ class ReplicaRouter:
             replica.enter_service(global_steps)
             self.wake()
 
+    def limit(self, max_inflight: int) -> None:
+        """Change the number of trajectories that a replica has at most. Those that are there stay."""
+        if max_inflight != self.max_inflight:
+            self.max_inflight = max_inflight
+            self.wake()
+
     def gauges(self) -> dict[str, float]:
-        return {"rollout/inflight_trajectories": sum(replica.in_flight for replica in self.replicas.values())}
+        return {
+            "rollout/inflight_trajectories": sum(replica.in_flight for replica in self.replicas.values()),
+            "rollout/concurrency": self.max_inflight,
+        }
 
     def wake(self) -> None:
         """Let all who wait look again: a record has changed."""
@@ -135,5 +144,5 @@ class ReplicaRouter:
     def _has_room(self, replica: Replica, count: int) -> bool:
         """Return whether it is in service and has room. A group larger than the limit still has to go somewhere: to an
         idle replica."""
-        is_idle, fits = replica.in_flight == 0, replica.in_flight <= self._max_inflight - count
+        is_idle, fits = replica.in_flight == 0, replica.in_flight <= self.max_inflight - count
         return replica.state is ReplicaState.READY and (is_idle or fits)

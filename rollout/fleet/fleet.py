@@ -10,6 +10,7 @@ from configs.runtime.deadline import within
 from rollout.errors import TooFewReplicasError
 from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.events.kinds import FleetEvent, FleetEventKind, Report
+from rollout.fleet.concurrency import AdaptiveConcurrency, Look
 from rollout.progress import Progress, ProgressReport
 from rollout.replica.lifecycle import CAN_SERVE, CANNOT_DRAIN, FleetMember, FleetRefusalError, Replica, ReplicaState
 from rollout.request_ids import RequestId
@@ -60,6 +61,7 @@ class ReplicaFleet:
         progress: Progress | None = None,
         answer_timeout_s: float = 5.0,
         events: DriverEvents = NO_EVENTS,
+        concurrency: AdaptiveConcurrency | None = None,
     ):
         """
         Args:
@@ -69,6 +71,7 @@ class ReplicaFleet:
             serving: the version that the replicas serve already; None routes nothing to them before their first update.
             kind: says whose replicas they are.
             events: takes the events of the replicas, which come with their progress.
+            concurrency: changes `max_inflight` by what replicas report; None leaves it as it is.
         """
         self.replicas: dict[str, Replica] = {}
         """The record of every replica by name, dead ones included."""
@@ -84,6 +87,7 @@ class ReplicaFleet:
         self._min_replicas = min_replicas
         self._kind = kind
         self._events = events
+        self._concurrency = concurrency
         self._recovery_s = 0.0
         self._num_lost = self._num_replaced = 0
         for replica in replicas:
@@ -337,6 +341,8 @@ class ReplicaFleet:
             if report.events is not None:
                 self._events.take(replica.name, report.events, asked_at)
             self.progress.take(replica.name, report)
+            if self._concurrency is not None:
+                self.router.limit(self._concurrency.take(replica.name, _look(replica, report)))
             return report
 
     async def collect_progress(self, *names: str) -> None:
@@ -371,3 +377,18 @@ class ReplicaFleet:
 def now() -> float:
     """Return the seconds of the running event loop's clock."""
     return asyncio.get_running_loop().time()
+
+
+def _look(replica: Replica, report: ProgressReport) -> Look:
+    return Look(
+        time=now(),
+        in_flight=replica.in_flight,
+        assigned=replica.assigned,
+        tokens=report.tokens,
+        turns=report.turns,
+        again=report.computed_again,
+        inside=report.running,
+        waiting=report.waiting,
+        kv_usage=report.kv_usage,
+        is_paused=report.paused,
+    )

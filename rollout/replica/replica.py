@@ -28,6 +28,7 @@ from rollout.events.kinds import (
 from rollout.events.log import SILENT, EventLog
 from rollout.progress import ProgressReport
 from rollout.replica.continuation import generate_in_parts
+from rollout.replica.conversations import Conversations
 from rollout.replica.pause import PauseControl
 from rollout.replica.progress_log import ProgressLog
 from rollout.replica.sampled_log import SampledLog
@@ -82,6 +83,7 @@ class RolloutReplica:
         self._swapped: deque[tuple[float, int]] = deque(maxlen=16)
         """The times, on the event loop's clock, at which the last versions went live: no token of one came before."""
         self._counters = Counter(trajectories=0, aborted=0, continued=0, prompt_tokens=0, cached_tokens=0)
+        self._conversations = Conversations()
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Generate all requests concurrently, so that they share the prefix."""
@@ -138,6 +140,7 @@ class RolloutReplica:
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=completion.cached_tokens,
         )
+        self._conversations.add(request, completion)
         return completion
 
     async def _generate_whole(self, request: GenerationRequest) -> tuple[Completion, int]:
@@ -382,6 +385,10 @@ class RolloutReplica:
             paused=self._control.frozen,
             busy_s=usage.busy_s,
             request_s=usage.request_s,
+            waiting=len(self._engine.admission.waiting),
+            kv_usage=self._engine.kv_usage(),
+            turns=self._conversations.turns,
+            computed_again=self._conversations.computed_again,
             deltas=self._log.deltas(known, partials),
             events=self._events.take(),
         )

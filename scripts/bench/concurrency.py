@@ -1,38 +1,51 @@
-"""The question: how many requests should an engine have at once, where its KV cache holds fewer? Three minutes.
+"""The question: how many requests and episodes should an engine have at once? Ten minutes.
 
-python -m scripts.bench.concurrency [--only simulated agents] [--vllm]
+python -m scripts.bench.concurrency [--only simulated answers agents] [--vllm]
 
-Requests wait in front of an engine with a KV cache that is too small for all its seats. The arms are numbers of seats.
-With few, the cache is empty; with many, the engine preempts the newest requests and computes their keys and values
-again when they come back. Three distributions of lengths: equal, log-normal, and one long answer in five.
+`simulated`: requests wait in front of an engine with a KV cache that is too small for all its seats. The arms are
+numbers of seats. With few, the cache is empty; with many, the engine preempts the newest requests and computes their
+keys and values again when they come back. Three distributions of lengths: equal, log-normal, and one long answer in
+five.
 
-`agents` asks the same of the episodes that a replica has, which is another question: between two turns, the cache of an
-episode stays only until others need the room. With --vllm, a real engine on the CPU answers shortly, and its tokens are
-counted per second of the CPU time of the engine's process.
+`answers` and `agents` ask the same of the episodes that a replica has, which is another question: between two turns,
+the cache of an episode stays only until others need the room. The arms are fixed numbers and rollout.concurrency=auto.
+What counts are the tokens after a long while, in which the replica fills with episodes of every age, and auto finds its
+number.
 
-The last line is JSON: <engine>_<distribution>_<seats> in tokens per second, and for each distribution `_share`: the
-share of the best number's that the most seats reach.
+With --vllm, real engines on the CPU, whose tokens are counted per second of the CPU time of the engine's process: one
+that answers shortly, as in `simulated`, and then as in `answers` and `agents`. There the arms take turns, and auto goes
+on in every repetition with the number it came to; a first run, which does not count, is its search.
+
+The last line is JSON: <part>_<distribution>_<arm> in tokens per second, and `_share`: the share of the best number's
+that the most seats, or auto, reach.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import psutil
 
+from configs.schema import WeightSyncConfig
 from rollout.engines.admission import Admission
 from rollout.engines.base import Engine
 from rollout.engines.virtual_clock import run_virtual
+from rollout.fleet.concurrency import MOST_PER_SEAT, WINDOW_S, AdaptiveConcurrency, ConcurrencyController
+from rollout.fleet.fleet import ReplicaFleet
+from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
+from rollout.router import max_inflight
 from rollout.types import GenerationRequest, SamplingParams
-from scripts.bench import routing
 from scripts.bench.common import LengthOf, LogNormalLengths
-from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_turns
-from scripts.bench.models import ON_CPU
-from scripts.bench.routing import Work
+from scripts.bench.harness import Figures, Runs, make_parser, progress, run_parts, take_turns
+from scripts.bench.models import ON_CPU, Shape
 from scripts.bench.updates import random_engine
 from scripts.simulate.engine import ProfiledEngine
+from scripts.simulate.kv_cache import KvSegment
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
@@ -49,7 +62,14 @@ PROFILE = Profile(
 SEATS = (24, 32, 48, 64, 80, 96, 256)
 PROMPT = 300
 REAL_SEATS, REAL_PROMPT, REAL_KV_TOKENS = (6, 10, 14, 20, 64), 64, 2048
-ROOMS, TOOLS_S, AGENTS_KV_TOKENS = (8, 16, 24, 32, 72), (1.0, 20.0), 100_000
+GROUP = 8
+ANSWER_ROOMS, TOOLS_S = (32, 64, 128, 264, 520), (1.0, 20.0)
+ROOMS = {1.0: (16, 24, 32, 40, 72, 136), 20.0: (72, 136, 264, 520)}
+"""The fixed numbers of episodes, by the seconds of a tool."""
+AGENT_SEATS, AGENTS_KV_TOKENS = 64, 100_000
+REAL_ROOMS, REAL_EPISODE_SEATS, REAL_EPISODES_KV_TOKENS, REAL_GROUP = (8, 12, 16, 24, 36), 16, 6144, 4
+REAL_SHAPES = {"small": ON_CPU, "large": Shape(hidden=192, intermediate=768, layers=4, heads=4, kv_heads=2)}
+"""Steps of the large one cost more for each token: what is computed again is dear."""
 
 
 def lengths(mean: int) -> Mapping[str, LengthOf]:
@@ -112,15 +132,158 @@ def simulated() -> dict[str, float]:
     return figures
 
 
-def agents() -> dict[str, float]:
-    """Give one replica more and more episodes, which need 6,000 tokens of the cache each at their end."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Groups of episodes in front of one replica, without end."""
+
+    length_of: LengthOf
+    """Tokens of a turn."""
+    warm_up: int
+    """The tokens until figures count: the replica has filled with episodes of every age, and auto has its number."""
+    counted: int
+    """The tokens that count."""
+    prompt: int = 1500
+    turns: int = 16
+    said: int = 200
+    """Tokens of a tool's answer."""
+    tool_s: float = 1.0
+    group_size: int = GROUP
+    collect_s: float = 2.0
+    """The seconds after which the replica is asked for its progress again."""
+
+
+class EpisodesEngine(ProfiledEngine):
+    """Shares the prompts of groups."""
+
+    prompt: int
+
+    def segments(self, request: GenerationRequest) -> Sequence[KvSegment]:
+        [(episode, tokens)] = super().segments(request)
+        return [(("prompt", request.request_id.ordinal), self.prompt), (episode, tokens - self.prompt)]
+
+
+class Dispatch:
+    """The real router, fleet and replica in front of an engine, and episodes as fast as there is room for them."""
+
+    def __init__(self, job: Job, engine: Engine, limit: int, concurrency: AdaptiveConcurrency | None, seed: int = 0):
+        """`seed`: no run on a real engine finds the tokens of another in the cache."""
+        self._job, self._engine, self._seed = job, engine, seed
+        self._replica = RolloutReplica("replica-0", engine, WeightSyncConfig())
+        members: Any = [self._replica]
+        self._fleet = ReplicaFleet(members, limit, 1, [].append, serving=0, concurrency=concurrency)
+
+    async def run(self, clock: Callable[[], float] | None = None) -> Figures:
+        """Return tokens per second by `clock`, and the limit at the end."""
+        clock = clock or asyncio.get_running_loop().time
+        await self._replica.tag_loaded(0)
+        running = asyncio.create_task(self._dispatch())
+        whole_began = clock()
+        whole = await self._sampled(self._job.warm_up)
+        began = clock()
+        counted = await self._sampled(self._job.counted)
+        ended = clock()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await self._engine.abort(None)
+        return {
+            "tokens_per_s": counted / (ended - began),
+            "whole": (whole + counted) / (ended - whole_began),
+            "limit": float(self._fleet.router.max_inflight),
+        }
+
+    async def _sampled(self, count: int) -> int:
+        """Wait until so many more tokens are sampled. Returns how many were."""
+        before = self._engine.usage.tokens
+        while self._engine.usage.tokens - before < count:
+            await asyncio.sleep(0.1)
+        return self._engine.usage.tokens - before
+
+    async def _dispatch(self) -> None:
+        router, ordinal = self._fleet.router, 0
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._collect())
+            while True:
+                name = await router.acquire(self._job.group_size)
+                for index in range(self._job.group_size):
+                    task = tasks.create_task(self._episode(ordinal, index))
+                    task.add_done_callback(lambda _, name=name: router.release(name, 1))
+                ordinal += 1
+
+    async def _collect(self) -> None:
+        while True:
+            await asyncio.sleep(self._job.collect_s)
+            await self._fleet.collect_progress()
+
+    async def _episode(self, ordinal: int, index: int) -> None:
+        job = self._job
+        context = self._ids(ordinal, job.prompt)
+        for turn in range(job.turns):
+            length = job.length_of((ordinal * job.group_size + index) * job.turns + turn, index)
+            request = GenerationRequest(
+                request_id=RequestId(ordinal=ordinal, episode=index, turn=turn, attempt=self._seed),
+                prompt_ids=context,
+                sampling=SamplingParams(max_tokens=length, ignore_eos=True),
+                num_observed=job.said if turn else 0,
+            )
+            [completion] = await self._replica.generate_group([request])
+            if turn + 1 < job.turns:
+                await asyncio.sleep(job.tool_s)
+                context += (*completion.token_ids.tolist(), *self._ids(1_000_000 + turn, job.said))
+
+    def _ids(self, which: int, count: int) -> tuple[int, ...]:
+        return tuple(np.random.default_rng([self._seed, which]).integers(20, 250, count).tolist())
+
+
+def adaptive_controller(seats: int, group_size: int) -> ConcurrencyController:
+    """Return the controller of a run with rollout.concurrency=auto."""
+    first, most = (max_inflight(seats, group_size, per_seat) for per_seat in (2, MOST_PER_SEAT))
+    return ConcurrencyController(seats, first, most, group_size)
+
+
+async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None, window_s: float = WINDOW_S) -> Figures:
+    """Run a job on a simulated engine. `limit`: None for auto."""
+    engine = EpisodesEngine(profile, Machine(profile, 1), seats)
+    engine.prompt = job.prompt
+    if limit is not None:
+        return await Dispatch(job, engine, limit, None).run()
+    controller = adaptive_controller(seats, job.group_size)
+    return await Dispatch(job, engine, controller.limit, AdaptiveConcurrency(controller, window_s)).run()
+
+
+def compare(name: str, job: Job, profile: Profile, seats: int, limits: Sequence[int]) -> Figures:
+    """Run a job with each of the limits and with auto. Returns tokens per second, and what auto reaches of the best."""
+    by_arm = dict[str, Figures]()
+    for limit in (*limits, None):
+        arm = "auto" if limit is None else str(limit)
+        by_arm[arm] = run_virtual(dispatched(job, profile, seats, limit))
+        progress(f"{name}, {arm}: {by_arm[arm]}")
+    return compared(name, Runs.exact(by_arm))
+
+
+def compared(name: str, runs: Runs) -> Figures:
+    runs.show(name, {"tokens_per_s": ".0f", "whole": ".0f", "limit": ".0f"}, over="auto")
+    key = name.replace(" ", "_")
+    shares = [runs.ratio("tokens_per_s", "auto", over=arm) for arm in runs.by_arm if arm != "auto"]
+    figures = {f"{key}_{arm}": runs.median("tokens_per_s", arm) for arm in runs.by_arm}
+    return figures | {f"{key}_share": min(shares), f"{key}_limit": runs.values("limit", "auto")[-1]}
+
+
+def agents() -> Figures:
+    """Give one replica more and more episodes, which need about 6,000 tokens of the cache each at their end."""
     figures, profile = dict[str, float](), replace(PROFILE, kv_tokens=AGENTS_KV_TOKENS)
     for tool_s in TOOLS_S:
-        work = Work(turns=16, prompt=1500, turn_tokens=100, said=200, tool_s=tool_s, groups_per_replica=20)
-        by_room = {str(room): routing.simulated(work, "groups", 1, room=room, profile=profile) for room in ROOMS}
-        runs = Runs.exact({room: run_virtual(run) for room, run in by_room.items()})
-        title = f"by episodes, tools of {tool_s:g} s; hits are prompt tokens in the cache"
-        figures |= rates_of(title, f"agents_{tool_s:g}s", "tokens_per_s", runs)
+        for kind, length_of in lengths(100).items():
+            job = Job(length_of=length_of, tool_s=tool_s, warm_up=1_200_000, counted=800_000)
+            figures |= compare(f"agents {tool_s:g}s {kind}", job, profile, AGENT_SEATS, ROOMS[tool_s])
+    return figures
+
+
+def answers() -> Figures:
+    """The same for answers of one turn, which have no conversation to lose."""
+    figures = dict[str, float]()
+    for kind, length_of in lengths(1000).items():
+        job = Job(length_of=length_of, prompt=PROMPT, turns=1, warm_up=2_000_000, counted=4_000_000)
+        figures |= compare(f"answers {kind}", job, PROFILE, SEATS[-1], ANSWER_ROOMS)
     return figures
 
 
@@ -154,12 +317,57 @@ def rates_of(title: str, name: str, figure: str, runs: Runs) -> dict[str, float]
     }
 
 
+async def episodes_on_vllm(repeats: int) -> Figures:
+    """Give real engines with small caches more and more episodes, in turns of the arms: agents, and answers of one
+    turn."""
+    agents = Job(
+        length_of=lengths(16)["lognormal"],
+        warm_up=3000,
+        counted=6000,
+        prompt=256,
+        turns=6,
+        said=96,
+        tool_s=0.05,
+        group_size=REAL_GROUP,
+        collect_s=0.5,
+    )
+    answers = replace(agents, length_of=lengths(100)["lognormal"], prompt=64, turns=1, counted=24_000)
+    figures = dict[str, float]()
+    for name, shape in REAL_SHAPES.items():
+        kv_bytes = shape.kv_bytes(REAL_EPISODES_KV_TOKENS, 4), shape.kv_bytes(REAL_KV_TOKENS, 4)
+        engine = random_engine(shape, seq_tokens=2048, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[0])
+        figures |= await _on_engine(f"vllm {name} agents", agents, engine, repeats)
+        engine = random_engine(shape, seq_tokens=1024, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[1])
+        figures |= await _on_engine(f"vllm {name} answers", answers, engine, repeats)
+    return figures
+
+
+async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[Engine], repeats: int) -> Figures:
+    controller, seeds = adaptive_controller(REAL_EPISODE_SEATS, REAL_GROUP), itertools.count()
+    async with starting as engine:
+
+        async def run(limit: int | None, repetition: int) -> Figures:
+            is_search = repetition < 0
+            if limit is not None:
+                dispatch = Dispatch(job, engine, limit, None, next(seeds))
+                return {} if is_search else await dispatch.run(engine_cpu_s)
+            own = replace(job, warm_up=5 * job.counted) if is_search else job
+            concurrency = AdaptiveConcurrency(controller, window_s=5.0)
+            return await Dispatch(own, engine, controller.limit, concurrency, next(seeds)).run(engine_cpu_s)
+
+        arms = {**{str(limit): limit for limit in REAL_ROOMS}, "auto": None}
+        return compared(name, await take_turns(run, arms, repeats, warm_ups=1))
+
+
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3, parts=["simulated", "agents"])
-    parser.add_argument("--vllm", action="store_true", help="a real engine, too")
+    parser = make_parser(__doc__, repeats=3, parts=["simulated", "answers", "agents"])
+    parser.add_argument("--vllm", action="store_true", help="real engines, too")
     options = parser.parse_args()
-    options.only = [*options.only, *(["vllm"] if options.vllm else [])]
-    run_parts(options, {"simulated": simulated, "agents": agents, "vllm": lambda: on_vllm(options.repeats)})
+    parts: dict[str, Any] = {"simulated": simulated, "answers": answers, "agents": agents}
+    if options.vllm:
+        parts |= {"seats_on_vllm": lambda: on_vllm(options.repeats), "vllm": lambda: episodes_on_vllm(options.repeats)}
+        options.only = [*options.only, "seats_on_vllm", "vllm"]
+    run_parts(options, parts)
 
 
 if __name__ == "__main__":

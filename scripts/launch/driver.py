@@ -13,6 +13,7 @@ from rollout.events.driver import NO_EVENTS, DriverEvents
 from rollout.events.event import Emit, nobody
 from rollout.events.kinds import Report
 from rollout.failures import FailureBudget
+from rollout.fleet.concurrency import make_concurrency
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.health import FleetMonitor, HealthMonitor
@@ -21,7 +22,7 @@ from rollout.mixture import PromptMixture, SourceTerms, Turns
 from rollout.prompts import PromptStream
 from rollout.replica.lifecycle import FleetMember
 from rollout.rollouter import GroupRunner, Rollouter
-from rollout.router import ReplicaRouter, max_inflight
+from rollout.router import ReplicaRouter
 from rollout.teacher.teacher import Teacher
 from rollout.types import Prompt, SamplingParams
 
@@ -31,15 +32,16 @@ def make_fleet(
 ) -> tuple[ReplicaFleet, FleetControl]:
     """Return the fleet of a training run, whose replicas wait for their first weights, and the control of it."""
     rollout = config.rollout
-    seats = rollout.max_num_seqs * rollout.data_parallel_size
+    limit, concurrency = make_concurrency(rollout, largest_group(config))
     fleet = ReplicaFleet(
         replicas,
-        max_inflight(seats, largest_group(config), rollout.episodes_per_seat),
+        limit,
         rollout.min_replicas,
         report,
         max_replacements=rollout.max_replacements,
         answer_timeout_s=rollout.answer_timeout_s,
         events=events,
+        concurrency=concurrency,
     )
     return fleet, FleetControl(fleet, config.weight_sync.pause_timeout_s)
 

@@ -186,7 +186,14 @@ class ProfiledEngine(SimulatedEngine):
         return fresh, prefill_s
 
     def kv_usage(self) -> float | None:
-        return 1 - self._kv.room / self._profile.kv_tokens if self._profile.kv_tokens else None
+        """Return the share that the requests inside need. As in a real engine, a prefix that several share counts for
+        each of them."""
+        if not self._profile.kv_tokens:
+            return None
+        inside = [sequence for sequence in self._running.values() if isinstance(sequence, Decoding)]
+        decoded = sum(self._count - sequence.start for sequence in self._batch.values())
+        tokens = sum(tokens for sequence in inside for _, tokens in sequence.segments) + decoded
+        return tokens / self._profile.kv_tokens
 
     def _begin(self, sequence: Decoding) -> int:
         """Let it into the batch. Returns how many of its tokens are in the cache."""

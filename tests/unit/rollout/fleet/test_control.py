@@ -360,6 +360,7 @@ async def test_gauges_are_of_the_time_since_the_last_call(setup: FleetSetup, mon
         "rollout/replicas_replaced": 0,
         "rollout/recovery_s": 0,
         "rollout/inflight_trajectories": 0,
+        "rollout/concurrency": 8,
     }
     await asyncio.gather(*groups)
     await asyncio.sleep(10)

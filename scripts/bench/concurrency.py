@@ -1,4 +1,4 @@
-"""The question: how many requests and episodes should an engine have at once? Ten minutes.
+"""The question: how many requests and episodes should an engine have at once? Twenty minutes.
 
 python -m scripts.bench.concurrency [--only simulated answers agents] [--vllm]
 
@@ -12,9 +12,10 @@ the cache of an episode stays only until others need the room. The arms are fixe
 What counts are the tokens after a long while, in which the replica fills with episodes of every age, and auto finds its
 number.
 
-With --vllm, real engines on the CPU, whose tokens are counted per second of the CPU time of the engine's process: one
-that answers shortly, as in `simulated`, and then as in `answers` and `agents`. There the arms take turns, and auto goes
-on in every repetition with the number it came to; a first run, which does not count, is its search.
+With --vllm, real engines on the CPU follow, whose tokens are counted per second of the CPU time of the engine's
+process: the seats of one, as in `simulated`, the episodes of two, as in `agents`, and of one, as in `answers`. The arms
+take turns. A first run, which does not count, is the search of auto, and every later one begins with the number it came
+to. That takes half an hour more.
 
 The last line is JSON: <part>_<distribution>_<arm> in tokens per second, and `_share`: the share of the best number's
 that the most seats, or auto, reach.
@@ -318,8 +319,8 @@ def rates_of(title: str, name: str, figure: str, runs: Runs) -> dict[str, float]
 
 
 async def episodes_on_vllm(repeats: int) -> Figures:
-    """Give real engines with small caches more and more episodes, in turns of the arms: agents, and answers of one
-    turn."""
+    """Give real engines with small caches more and more episodes, in turns of the arms: agents on two, and answers of
+    one turn."""
     agents = Job(
         length_of=lengths(16)["lognormal"],
         warm_up=3000,
@@ -334,12 +335,12 @@ async def episodes_on_vllm(repeats: int) -> Figures:
     answers = replace(agents, length_of=lengths(100)["lognormal"], prompt=64, turns=1, counted=24_000)
     figures = dict[str, float]()
     for name, shape in REAL_SHAPES.items():
-        kv_bytes = shape.kv_bytes(REAL_EPISODES_KV_TOKENS, 4), shape.kv_bytes(REAL_KV_TOKENS, 4)
-        engine = random_engine(shape, seq_tokens=2048, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[0])
+        kv_bytes = shape.kv_bytes(REAL_EPISODES_KV_TOKENS, 4)
+        engine = random_engine(shape, seq_tokens=2048, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes)
         figures |= await _on_engine(f"vllm {name} agents", agents, engine, repeats)
-        engine = random_engine(shape, seq_tokens=1024, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes[1])
-        figures |= await _on_engine(f"vllm {name} answers", answers, engine, repeats)
-    return figures
+    kv_bytes = ON_CPU.kv_bytes(REAL_KV_TOKENS, 4)
+    engine = random_engine(ON_CPU, seq_tokens=1024, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes)
+    return figures | await _on_engine("vllm small answers", answers, engine, repeats)
 
 
 async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[Engine], repeats: int) -> Figures:

@@ -55,7 +55,7 @@ class ProgressReport:
     turns: int = 0
     """Requests that have ended since its start."""
     computed_again: int = 0
-    """Requests of them whose turns before were in the KV cache once, under the same weights, and were not any more."""
+    """Requests of them whose conversation had been in the KV cache under the same weights, and no longer was."""
     deltas: tuple[TokenDelta, ...]
     events: EventBatch | None = None
     """The events there since the last report."""

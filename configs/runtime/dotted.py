@@ -36,7 +36,9 @@ def check_call(function: Callable[..., Any], parameters: Sequence[str], named: C
     """Raise TypeError where `function` cannot be called with `parameters` by position and those `named` by name, or
     would take one of them for another: `score(text, n)` would be given the prompt as its text. Raise ValueError where
     its signature is not known."""
-    bound = inspect.signature(function).bind(*parameters, **dict.fromkeys(named))
+    inspect.signature(function).bind(*parameters, **dict.fromkeys(named))
+    # A wrapper has the signature of what it wraps, and may call it as it likes.
+    bound = inspect.signature(function, follow_wrapped=False).bind(*parameters, **dict.fromkeys(named))
     for own, given in bound.arguments.items():
         if own in parameters and given in parameters and own != given:
             raise TypeError(f"its argument '{own}' would be given the {given}")

@@ -248,8 +248,8 @@ class AgentWorker:
     async def evaluate(
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
-        """Run `num_samples` episodes per prompt, as many at a time as the router lets in for the training: trajectories
-        that train on the replica wait for a seat, and not for the evaluation. `attempt`: differs in each call, since a
+        """Run `num_samples` episodes per prompt, as many at a time as the training has on a replica at first:
+        trajectories that train there wait for a seat, and not for the evaluation. `attempt`: differs in each call, since a
         lost one may still run."""
         rollout = self.config.rollout
         seats = rollout.max_num_seqs * rollout.data_parallel_size

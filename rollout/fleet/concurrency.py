@@ -20,9 +20,13 @@ logger = logging.getLogger(__name__)
 CROWDED, BUSY, CALM = 0.2, 0.1, 0.02
 """The share of turns computed again from which on the cache has too many episodes; from which on it is tried whether
 fewer are better; and below which it may take more."""
-DOWN, A_LITTLE_DOWN, UP, RETURN, RECOVERY = 0.9, 0.98, 1.1, 1.03, 1.003
-"""The factors by which the estimate of what the cache holds is corrected: crowded, not calm and slow, calm, and calm
-where it was too high once, which may have been by chance."""
+DOWN, A_LITTLE_DOWN = 0.9, 0.98
+"""The factors by which the estimate of what the cache holds falls where it is crowded, and where it is a little."""
+UP, RETURN, RECOVERY = 1.1, 1.03, 1.003
+"""The factors by which it rises: where it was never too high, where more tokens per second came before, and elsewhere,
+since it may have been too high by chance."""
+FULL = 0.95
+"""The share of seats that are taken from which on more episodes would only wait."""
 SLOW, FADING = 0.95, 0.99
 """The share of the best tokens per second under which a window is slow, and what is left of the best after each."""
 GAIN = 1.05
@@ -31,6 +35,8 @@ MEMORY = 100
 """The windows after which the speed of the other candidate is forgotten, so that it is tried again."""
 WINDOW_S = 30.0
 """The shortest window in seconds."""
+CHECK_S = 1.0
+"""The seconds after which it is looked again whether a window is over: that takes all replicas."""
 MOST_PER_SEAT = 8
 """The most episodes for each seat."""
 
@@ -104,11 +110,13 @@ class ConcurrencyController:
         return self.limit
 
     def _take(self, window: Window) -> float:
-        """Bring the averages up to date. Returns the tokens per second of what it does now."""
+        """Bring the averages up to date. Returns the tokens per second of what it does now. Where the cache is kept and
+        prompts or slots are missing, a window says nothing about them."""
         self._number += 1
         _, rate = self._rates.get(self._keeps_cache, (0, window.rate))
-        rate = (rate + window.rate) / 2
-        self._rates[self._keeps_cache] = self._number, rate
+        if not self._keeps_cache or self._is_reached(window):
+            rate = (rate + window.rate) / 2
+            self._rates[self._keeps_cache] = self._number, rate
         fits = min(window.fits, 2.0 * self._most)
         self._fits = (self._fits + fits) / 2 if self._fits else fits
         enough = self._seats * window.per_seat + self._group_size / 2
@@ -120,9 +128,11 @@ class ConcurrencyController:
         return window.in_flight > self.limit - self._group_size
 
     def _to_fill_seats(self, window: Window) -> int:
-        """Return as many episodes for each seat as keep it busy. A limit that is not reached does not rise."""
-        wanted = max(self._first, int(min(self._most, self._first * window.per_seat)))
-        return wanted if self._is_reached(window) else min(wanted, max(self.limit, self._first))
+        """Return as many episodes for each seat as keep it busy. While none is empty, or the limit is not reached, no
+        more are needed."""
+        if window.inside < FULL * self._seats and self._is_reached(window):
+            return max(self._first, int(min(self._most, self._first * window.per_seat)))
+        return max(self._first, self.limit)
 
     def _to_keep_cache(self) -> int:
         """Return what has room, but not more than keep every seat busy: others would only wait for one. Half a group is
@@ -135,6 +145,8 @@ class ConcurrencyController:
         """Return the tokens per second of the other candidate: what it had, or the most that it can have. With fewer
         episodes than now are at tools, the engine would soon be idle."""
         if self._keeps_cache:
+            if not self._is_reached(window):
+                return 0.0
             bound = window.rate * self._seats / window.inside
         elif window.again > BUSY:
             bound = window.rate * self._fits * self._correction / max(1.0, window.at_tools)
@@ -148,7 +160,8 @@ class ConcurrencyController:
         self._best = max(window.rate, FADING * self._best)
         is_slow = window.rate < SLOW * self._best
         if window.again > BUSY or (window.again >= CALM and is_slow):
-            self._correction *= DOWN if window.again > CROWDED else A_LITTLE_DOWN
+            if self._to_keep_cache() > 2 * self._group_size:
+                self._correction *= DOWN if window.again > CROWDED else A_LITTLE_DOWN
             self._most_correction = self._correction
         elif window.again < CALM and self._is_reached(window) and self._fits * self._correction < self._enough:
             self._most_correction *= RETURN if is_slow and window.again < CALM / 4 else RECOVERY
@@ -171,7 +184,8 @@ class Look:
     inside: int
     waiting: int
     kv_usage: float | None = None
-    is_paused: bool = False
+    is_steady: bool = True
+    """It is in service, not paused, and no evaluation is on it."""
 
 
 class AdaptiveConcurrency:
@@ -186,6 +200,7 @@ class AdaptiveConcurrency:
         self._controller, self._window_s = controller, window_s
         self._looks = dict[str, Look]()
         self._is_settled = False
+        self._began = self._checked = float("-inf")
         self._begin()
 
     @property
@@ -196,20 +211,28 @@ class AdaptiveConcurrency:
         """Take in a look at one replica. Returns the number of episodes that each may have from now on."""
         before = self._looks.get(name)
         self._looks[name] = look
-        if before is None or look.turns < before.turns:  # another process by this name
+        if before is None or not before.is_steady or not look.is_steady:
             return self.limit
-        if look.is_paused or before.is_paused or look.in_flight > self.limit:
+        if not 0 < look.in_flight <= self.limit or not before.in_flight:  # idle, or with a surplus of a higher limit
             return self.limit
+        if not self._seconds:
+            self._began = self._checked = before.time
         self._add(before, look)
-        if self._seconds < self._window_s or self._assigned < self._num_in_flight(look.time):
-            return self.limit
+        if look.time >= self._began + self._window_s and look.time >= self._checked + CHECK_S:
+            self._checked = look.time
+            if self._assigned >= self._num_in_flight():
+                self._end()
+        return self.limit
+
+    def _end(self) -> None:
         limit, is_settled = self.limit, self._is_settled
-        if is_settled and self._controller.decide(self._window()) != limit:
+        if is_settled:
+            self._controller.decide(self._window())
+        if abs(self.limit - limit) > 0.1 * limit:
             logger.info("rollout.concurrency=auto: %d episodes per replica, after %d", self.limit, limit)
         # In the first window after a rise, the new episodes are all young; after a fall, others have lost their cache.
         self._is_settled = not is_settled or 0.9 * limit <= self.limit <= limit
         self._begin()
-        return self.limit
 
     def _begin(self) -> None:
         self._seconds = self._in_flight_s = self._inside_s = self._waiting_s = self._kv_s = 0.0
@@ -237,9 +260,9 @@ class AdaptiveConcurrency:
             kv_usage=self._kv_s / self._seconds,
         )
 
-    def _num_in_flight(self, now: float) -> int:
-        """Count the episodes of the replicas that still report."""
-        return sum(look.in_flight for look in self._looks.values() if look.time > now - self._window_s)
+    def _num_in_flight(self) -> int:
+        """Count the episodes of the replicas that have reported in this window."""
+        return sum(look.in_flight for look in self._looks.values() if look.time >= self._began)
 
 
 def make_concurrency(rollout: RolloutConfig, group_size: int) -> tuple[int, AdaptiveConcurrency | None]:

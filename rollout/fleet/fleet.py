@@ -390,5 +390,5 @@ def _look(replica: Replica, report: ProgressReport) -> Look:
         inside=report.running,
         waiting=report.waiting,
         kv_usage=report.kv_usage,
-        is_paused=report.paused,
+        is_steady=replica.state is ReplicaState.READY and not replica.visits and not report.paused,
     )

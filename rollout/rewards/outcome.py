@@ -13,8 +13,6 @@ from rollout.rewards.base import RewardResult
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 2000
 """The longest text of an error: what the code of a model raises can have any length."""
-CALLED = "; a reward is called with (prompt, text), and prompt.ground_truth is the answer"
-"""Ends the error of a reward that may take its arguments for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +55,7 @@ def settled(where: str, outcome: object) -> RewardResult:
     except BaseException as error:
         stack = "".join(traceback.format_exception(error))
         logger.warning("%s failed:\n%s", where, _recordable(stack))
-        return RewardResult(reward=0.0, error=described(error) + (CALLED if _misunderstood(outcome) else ""))
-
-
-def _misunderstood(outcome: object) -> bool:
-    """Return whether a reward raised what one raises that takes its arguments for others."""
-    return isinstance(outcome, Raised) and isinstance(outcome.error, TypeError | AttributeError)
+        return RewardResult(reward=0.0, error=described(error))
 
 
 def described(error: BaseException) -> str:

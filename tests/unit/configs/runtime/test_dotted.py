@@ -10,10 +10,13 @@ import pytest
 from configs.runtime.dotted import ASIDE, find
 
 MODULE = """
+import functools
 NUMBER = 3
 def two(prompt, text): return (prompt, text)
 def swapped(text, number): ...
 def any_number(*all_of_them): return len(all_of_them)
+@functools.wraps(swapped)
+def adapted(prompt, text): return swapped(text, prompt)
 def keyword_only(prompt, *, text): ...
 async def later(prompt, text=""): ...
 class Loop:
@@ -37,6 +40,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_function_is_found_and_is_the_one_of_the_module(own: str) -> None:
     assert find("rollout.reward", f"{own}:two", ("prompt", "text"))(1, 2) == (1, 2)
     assert find("rollout.reward", f"{own}:any_number", ("prompt", "text"))(1, 2) == 2
+    assert find("rollout.reward", f"{own}:adapted", ("prompt", "text")).__name__ == "swapped"
     assert find("data.loader", "os.path:join", ("a", "b"))("x", "y") == "x/y"
 
 

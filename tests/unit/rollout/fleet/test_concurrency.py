@@ -57,6 +57,26 @@ def test_what_the_cache_holds_is_corrected_until_it_is_crowded() -> None:
     assert more > 34 > fewer == same, "prefixes that are shared are counted for each, and then the cliff is known"
 
 
+def test_a_while_without_prompts_says_nothing_against_keeping_the_cache() -> None:
+    controller = make_controller()
+    dip = replace(KEPT, rate=100, in_flight=8, inside=4)
+    assert decide(controller, CROWDED, KEPT, *[dip] * 20, KEPT)[-1] < FIRST
+
+
+def test_where_not_even_two_groups_fit_the_estimate_does_not_sink() -> None:
+    controller = make_controller()
+    crowded = replace(KEPT, again=0.9, in_flight=16)
+    assert decide(controller, CROWDED, *[crowded] * 50)[-1] == 2 * GROUP
+    short = replace(KEPT, again=0.0, kv_usage=KEPT.kv_usage / 4)
+    assert decide(controller, *[short] * 20)[-1] > 4 * GROUP, "conversations became short"
+
+
+def test_full_seats_need_no_more_however_many_episodes_are_counted() -> None:
+    """A group that travels as one call is counted whole until its longest answer is done."""
+    counted = Window(rate=2000, again=0.0, in_flight=134, inside=63.5, waiting=4, kv_usage=0.4)
+    assert decide(make_controller(), counted, counted) == [FIRST, FIRST]
+
+
 def test_a_limit_that_is_not_reached_does_not_rise() -> None:
     slow = Window(rate=540, again=0.0, in_flight=60, inside=6, waiting=0, kv_usage=0.1)
     assert decide(make_controller(), slow, slow) == [FIRST, FIRST], "prompts or slots are missing, not episodes"
@@ -77,8 +97,8 @@ def test_no_more_are_kept_than_fill_the_seats() -> None:
 
 def test_the_candidate_that_samples_fewer_tokens_is_given_up() -> None:
     controller = make_controller()
-    slower = replace(KEPT, rate=500, in_flight=20)
-    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, FIRST, *[FIRST * 72 // 64] * 2]
+    slower = replace(KEPT, rate=500, in_flight=30)
+    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, *[FIRST * 30 // 16] * 3]
     limits = decide(controller, *[replace(CROWDED, rate=400)] * 3)
     assert limits[-1] < 40, "now it promises more than there is"
 
@@ -184,7 +204,7 @@ def test_time_above_the_limit_or_paused_says_nothing() -> None:
     controller = Recorded(16)
     concurrency = AdaptiveConcurrency(controller, window_s=10)
     feed(concurrency, "a", 0, 100, in_flight=17)  # more than a lower limit will leave
-    feed(concurrency, "a", 101, 200, is_paused=True)
+    feed(concurrency, "a", 101, 200, is_steady=False)
     assert controller.windows == []
     feed(concurrency, "a", 201, 240)
     assert len(controller.windows) == 1
@@ -245,6 +265,11 @@ async def test_the_fleet_feeds_it_with_every_report_and_waiters_find_the_new_roo
     assert await waiter == "a" and fleet.router.gauges()["rollout/concurrency"] == 8
     [look] = looks
     assert (look.in_flight, look.assigned, look.inside, look.turns, look.again) == (4, 4, 3, 9, 2)
+    async with fleet.router.visit("a"):
+        await fleet.collect_progress()
+    await fleet.router.eject("a", RuntimeError("evaluates"))
+    await fleet.collect_progress()
+    assert [look.is_steady for look in looks] == [True, False, False], "what evaluates or leaves says nothing"
 
 
 def test_the_config_says_whether_the_number_is_fixed() -> None:

@@ -249,8 +249,8 @@ class AgentWorker:
         self, prompts: Sequence[Prompt], replica: str, sampling: SamplingParams, num_samples: int, attempt: int = 0
     ) -> list[EvaluatedPrompt]:
         """Run `num_samples` episodes per prompt, as many at a time as the training has on a replica at first:
-        trajectories that train there wait for a seat, and not for the evaluation. `attempt`: differs in each call, since a
-        lost one may still run."""
+        trajectories that train there wait for a seat, and not for the evaluation. `attempt`: differs in each call,
+        since a lost one may still run."""
         rollout = self.config.rollout
         seats = rollout.max_num_seqs * rollout.data_parallel_size
         room = ReplicaRouter([replica], max_inflight(seats, num_samples, rollout.episodes_per_seat))

@@ -69,6 +69,8 @@ ROOMS = {1.0: (16, 24, 32, 40, 72, 136), 20.0: (72, 136, 264, 520)}
 """The fixed numbers of episodes, by the seconds of a tool."""
 AGENT_SEATS, AGENTS_KV_TOKENS = 64, 100_000
 REAL_ROOMS, REAL_EPISODE_SEATS, REAL_EPISODES_KV_TOKENS, REAL_GROUP = (8, 12, 16, 24, 36), 16, 6144, 4
+REAL_SEARCH = 90_000
+"""The tokens in which auto finds its number: eight windows and more."""
 REAL_SHAPES = {"small": ON_CPU, "large": Shape(hidden=192, intermediate=768, layers=4, heads=4, kv_heads=2)}
 """Steps of the large one cost more for each token: what is computed again is dear."""
 
@@ -352,7 +354,7 @@ async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[
             if limit is not None:
                 dispatch = Dispatch(job, engine, limit, None, next(seeds))
                 return {} if is_search else await dispatch.run(engine_cpu_s)
-            own = replace(job, warm_up=5 * job.counted) if is_search else job
+            own = replace(job, warm_up=REAL_SEARCH) if is_search else job
             concurrency = AdaptiveConcurrency(controller, window_s=5.0)
             return await Dispatch(own, engine, controller.limit, concurrency, next(seeds)).run(engine_cpu_s)
 

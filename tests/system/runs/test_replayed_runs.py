@@ -13,7 +13,7 @@ import pytest
 
 from scripts.observe.run import Run, named_runs
 from tests.support.paths import ROOT
-from tests.support.whole_runs import SIZES, START_DEADLINE_S, started
+from tests.support.whole_runs import SIZES, START_DEADLINE_S, started, steps_of
 from trainer.tracking.sinks import read_metrics
 
 STEPS, NUM_KILLS = 60, 5
@@ -62,6 +62,23 @@ def test_a_run_that_was_killed_five_times_is_taken_again_to_the_bit(tmp_path: Pa
     assert lines[-1]["weights"] == outcome["weights"]
     assert len({line["weights"] for line in lines if line["kind"] == "step"}) > STEPS // 2, "something was learned"
     check_other_values(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_mixture_one_source_of_which_has_a_curriculum_is_taken_again_to_the_bit(tmp_path: Path) -> None:
+    overrides = [
+        *("model=chat", "recipe=mixture", *SIZES, "model.warmup_steps=60", f"model.cache_dir={tmp_path}/cache"),
+        *("data.sources.arithmetic.data.curriculum.order=frontier", "data.sources.search.loss_coef=0.5"),
+        *("trainer.total_steps=4", "trainer.eval_every=0", "checkpoint.every=2"),
+    ]
+    with started(tmp_path, *overrides) as run:
+        assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
+    steps = steps_of(tmp_path / "run", "critic/rewards/mean")
+    assert all(steps[-1][f"sources/{source}/trained_groups"] > 0 for source in ("arithmetic", "agent", "search"))
+    assert "sources/arithmetic/curriculum/pass_rate" in steps[-1]
+    outcome, told = replay(tmp_path / "run")
+    assert (outcome["steps"], outcome["equal"], outcome["equality_expected"]) == (4, 4, True), told
 
 
 def check_other_values(run_dir: Path) -> None:

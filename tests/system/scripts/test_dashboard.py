@@ -16,6 +16,7 @@ from tests.support.browser import Tab, find_browser, opened_browser
 from tests.support.dashboards import BRANCHED, CONFIG, HOSTILE, LONG_JOB, live_run, simulated_run
 from tests.support.page import SCREENS, first_paint, served, show, wait_for
 from tests.support.paths import ROOT
+from trainer.tracking.sinks import METRICS_FILE
 
 pytestmark = pytest.mark.skipif(
     find_browser() is None, reason="needs a Chromium in PATH (Debian: apt-get install chromium)"
@@ -84,6 +85,20 @@ def tab(browser: Tab) -> Iterator[Tab]:
     browser.errors.clear()
     yield browser
     assert browser.errors == []
+
+
+def test_a_mixture_has_charts_with_a_line_for_each_source(tab: Tab, runs: list[Path], tmp_path: Path) -> None:
+    run = tmp_path / "mixture"
+    shutil.copytree(runs[0], run)
+    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    for line in lines:
+        line |= {"sources/sums/score": 0.5, "sources/finding/score": 0.25, "sources/sums/trained_groups": line["step"]}
+        line |= {"sources/sums/curriculum/pass_rate": 0.125}
+    (run / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with served([run]) as address:
+        pulse = show(tab, address, "pulse")
+        assert all(words in pulse for words in ("Reward by source", "Trained groups by source", "sums", "finding"))
+        assert "sources/sums/curriculum/pass_rate" in show(tab, address, "metrics?text=curriculum")
 
 
 def inked(tab: Tab) -> bool:

@@ -85,6 +85,13 @@ def test_what_masks_and_routes_are_of_the_traffic() -> None:
     assert traffic(make_group(0, [make_trajectory([1], [2])])) == {}
 
 
+def test_tokens_of_which_nobody_knows_what_they_were_drawn_from_are_counted() -> None:
+    trajectory = with_sequence(make_trajectory([1], [2, 3, 4]), kept=kept_of([[2, 5, 6], None, None]))
+    metrics = group_metrics([make_group(0, [trajectory])], [np.zeros(1, np.float32)], global_steps=0, interval=1)
+    names = ("rollout/unknown_kept", "rollout/kept_tokens", "rollout/kept_tokens_max")
+    assert [metrics[name] for name in names] == [2, 3, 3]
+
+
 @pytest.mark.parametrize(("reward", "all_right", "none_right"), [(1.0, 1, 0), (0.0, 0, 1), (0.5, 0, 0)])
 def test_groups_that_teach_nothing(reward: float, all_right: float, none_right: float) -> None:
     trajectories = [make_trajectory([1], [2], reward=reward)] * 2

@@ -24,7 +24,7 @@ from trainer.worker.segments import SegmentCache
 
 CPU = torch.device("cpu")
 NUM_EXPERTS, TOP_K, LAYERS = 4, 2, 4
-FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next"]
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next"]
 """Of the families of `tests.support.families`, those with another router each."""
 
 

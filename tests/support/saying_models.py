@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import AddedToken
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.paths import ROOT
+from tests.support.whole_runs import Run, trained
 from trainer.tiny import model as tiny
 from trainer.tiny.chat_templates import QWEN25
 
@@ -76,3 +78,20 @@ def _follow(model: Qwen3ForCausalLM, pairs: Sequence[tuple[Sequence[int], Sequen
     for axis, (before, after) in enumerate(pairs):
         weights["model.embed_tokens.weight"][before] = torch.eye(WIDTH)[axis]
         weights["lm_head.weight"][after, axis] = LOUD / WIDTH**0.5  # the last norm gives vectors of length WIDTH**0.5
+
+
+def check_reading(run: Run, model: Path, work: str, seen: str) -> None:
+    """Every conversation begins with its prompt, and the policy read what each of its commands said."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    files = sorted((run.run_dir / "trajectories").glob("step_*.npz"))
+    for records, file in zip(trained(run), files, strict=True):
+        tokens = np.load(file)
+        parts = (("prompt_ids", "prompt_lengths"), ("response_ids", "response_lengths"))
+        halves = (np.split(tokens[ids], np.cumsum(tokens[lengths])[:-1]) for ids, lengths in parts)
+        sequences = zip(*halves, strict=True)
+        for record in records:
+            own = [next(sequences) for _ in record["sequences"]]
+            conversation = max(own, key=lambda halves: len(halves[0]))  # a title's is shorter
+            prompt, response = (tokenizer.decode(ids) for ids in conversation)
+            assert record["prompt"] in prompt
+            assert response.count(seen) == response.count(work)

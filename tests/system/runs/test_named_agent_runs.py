@@ -4,15 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from configs.named_agents import NAMED_AGENTS
 from scripts.plan.agent_trial import say_call
 from tests.support.agent_installs import INSTALLS, path_with
-from tests.support.saying_models import write_saying_model
-from tests.support.whole_runs import Run, check_tokens, small, started, trained
+from tests.support.saying_models import check_reading, write_saying_model
+from tests.support.whole_runs import check_tokens, small, started, trained
 
 STEPS, GROUP_SIZE = 3, 2
 SIZES = f"""
@@ -68,23 +66,6 @@ def test_an_agent_is_trained_on_what_was_sampled(name: str, tmp_path: Path) -> N
             assert len(sequences) == 1 + case.other_rows
             for sequence in sequences:
                 assert sequence["loss_tokens"] == sum(end - start for start, end, _ in sequence["versions"]) > 0
-        check_reading(run, model, case.work)
+        check_reading(run, model, case.work, SEEN)
         spans = (span for record in records for sequence in record["sequences"] for span in sequence["versions"])
         assert len({version for _, _, version in spans}) >= 2, "the weights changed under the sessions"
-
-
-def check_reading(run: Run, model: Path, work: str) -> None:
-    """Every conversation begins with its prompt, and the policy read what each of its commands said."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    files = sorted((run.run_dir / "trajectories").glob("step_*.npz"))
-    for records, file in zip(trained(run), files, strict=True):
-        tokens = np.load(file)
-        parts = (("prompt_ids", "prompt_lengths"), ("response_ids", "response_lengths"))
-        halves = (np.split(tokens[ids], np.cumsum(tokens[lengths])[:-1]) for ids, lengths in parts)
-        sequences = zip(*halves, strict=True)
-        for record in records:
-            own = [next(sequences) for _ in record["sequences"]]
-            conversation = max(own, key=lambda halves: len(halves[0]))  # a title's is shorter
-            prompt, response = (tokenizer.decode(ids) for ids in conversation)
-            assert record["prompt"] in prompt
-            assert response.count(SEEN) == response.count(work)

@@ -31,6 +31,9 @@ SLOW, FADING = 0.95, 0.99
 """The share of the best tokens per second under which a window is slow, and what is left of the best after each."""
 GAIN = 1.05
 """The advantage in tokens per second that the other candidate must promise."""
+TRIAL = 4
+"""The windows that a candidate has before the two are compared: one window may be slow by chance, and the number that
+the cache holds is found in several."""
 MEMORY = 100
 """The windows after which the speed of the other candidate is forgotten, so that it is tried again."""
 WINDOW_S = 30.0
@@ -87,7 +90,7 @@ class ConcurrencyController:
         """`first`: the limit at first, which is not undercut to fill seats. `most`: the highest one."""
         self.limit = self._first = first
         self._seats, self._most, self._group_size = seats, most, group_size
-        self._keeps_cache = False
+        self._keeps_cache, self._tried = False, TRIAL
         self._rates = dict[bool, tuple[int, float]]()
         """The number of the last window in which it kept the cache, or did not, and the tokens per second until then,
         of which the latest count most."""
@@ -103,8 +106,9 @@ class ConcurrencyController:
         rate = self._take(window)
         if self._keeps_cache:
             self._correct(window)
-        if self._promise(window) > GAIN * rate:
-            self._keeps_cache = not self._keeps_cache
+        self._tried += 1
+        if self._tried > TRIAL and self._promise(window) > GAIN * rate:
+            self._keeps_cache, self._tried = not self._keeps_cache, 0
         fill = self._to_fill_seats(window)
         self.limit = min(fill, self._to_keep_cache()) if self._keeps_cache else fill
         return self.limit

@@ -12,9 +12,9 @@ the cache of an episode stays only until others need the room. The arms are fixe
 What counts are the tokens after a long while, in which the replica fills with episodes of every age, and auto finds its
 number.
 
-With --vllm, real engines on the CPU follow, whose tokens are counted per second of the CPU time of the engine's
-process: the seats of one, as in `simulated`, the episodes of two, as in `agents`, and of one, as in `answers`. The arms
-take turns. A first run, which does not count, is the search of auto, and every later one begins with the number it came
+With --vllm, real engines on the CPU follow, on a machine that does nothing else: the seats of one, as in `simulated`,
+by the CPU time of its process, the episodes of two, as in `agents`, and of one, as in `answers`. The arms take turns. A
+first run, which does not count, is the search of auto, and every later one begins with the number it came
 to. That takes half an hour more.
 
 The last line is JSON: <part>_<distribution>_<arm> in tokens per second, and `_share`: the share of the best number's
@@ -175,9 +175,9 @@ class Dispatch:
         members: Any = [self._replica]
         self._fleet = ReplicaFleet(members, limit, 1, [].append, serving=0, concurrency=concurrency)
 
-    async def run(self, clock: Callable[[], float] | None = None) -> Figures:
-        """Return tokens per second by `clock`, and the limit at the end."""
-        clock = clock or asyncio.get_running_loop().time
+    async def run(self) -> Figures:
+        """Return tokens per second, and the limit at the end."""
+        clock = asyncio.get_running_loop().time
         await self._replica.tag_loaded(0)
         running = asyncio.create_task(self._dispatch())
         whole_began = clock()
@@ -353,10 +353,10 @@ async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[
             is_search = repetition < 0
             if limit is not None:
                 dispatch = Dispatch(job, engine, limit, None, next(seeds))
-                return {} if is_search else await dispatch.run(engine_cpu_s)
+                return {} if is_search else await dispatch.run()
             own = replace(job, warm_up=REAL_SEARCH) if is_search else job
             concurrency = AdaptiveConcurrency(controller, window_s=5.0)
-            return await Dispatch(own, engine, controller.limit, concurrency, next(seeds)).run(engine_cpu_s)
+            return await Dispatch(own, engine, controller.limit, concurrency, next(seeds)).run()
 
         arms = {**{str(limit): limit for limit in REAL_ROOMS}, "auto": None}
         return compared(name, await take_turns(run, arms, repeats, warm_ups=1))

@@ -98,8 +98,9 @@ def test_no_more_are_kept_than_fill_the_seats() -> None:
 def test_the_candidate_that_samples_fewer_tokens_is_given_up() -> None:
     controller = make_controller()
     slower = replace(KEPT, rate=500, in_flight=30)
-    assert decide(controller, CROWDED, slower, CROWDED, CROWDED) == [34, *[FIRST * 30 // 16] * 3]
-    limits = decide(controller, *[replace(CROWDED, rate=400)] * 3)
+    assert max(decide(controller, CROWDED, *[slower] * 4)) < 40, "it has some windows, since one may be slow by chance"
+    assert decide(controller, slower, CROWDED, CROWDED) == [FIRST * 30 // 16] * 3
+    limits = decide(controller, *[replace(CROWDED, rate=400)] * 6)
     assert limits[-1] < 40, "now it promises more than there is"
 
 

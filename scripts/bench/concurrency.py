@@ -342,7 +342,7 @@ async def episodes_on_vllm(repeats: int) -> Figures:
         figures |= await _on_engine(f"vllm {name} agents", agents, engine, repeats)
     kv_bytes = ON_CPU.kv_bytes(REAL_KV_TOKENS, 4)
     engine = random_engine(ON_CPU, seq_tokens=1024, num_seqs=REAL_EPISODE_SEATS, kv_cache_bytes=kv_bytes)
-    return figures | await _on_engine("vllm small answers", answers, engine, repeats)
+    return {**figures, **await _on_engine("vllm small answers", answers, engine, repeats)}
 
 
 async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[Engine], repeats: int) -> Figures:

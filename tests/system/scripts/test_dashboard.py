@@ -99,6 +99,7 @@ def test_a_mixture_has_charts_with_a_line_for_each_source(tab: Tab, runs: list[P
         pulse = show(tab, address, "pulse")
         assert all(words in pulse for words in ("Reward by source", "Trained groups by source", "sums", "finding"))
         assert "sources/sums/curriculum/pass_rate" in show(tab, address, "metrics?text=curriculum")
+        tab.open("about:blank")  # before the server is gone, for which the page would ask
 
 
 def inked(tab: Tab) -> bool:

@@ -13,7 +13,14 @@ FIXED = (16, 24, 36)
 """36 is what a run without auto has. The cache holds about 28 episodes."""
 
 
-@pytest.mark.parametrize("kind", ["equal", "lognormal", "one_in_five"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("equal", marks=pytest.mark.slow),
+        "lognormal",
+        pytest.param("one_in_five", marks=pytest.mark.slow),
+    ],
+)
 def test_auto_samples_as_many_tokens_as_the_best_fixed_number(kind: str) -> None:
     job = Job(
         length_of=lengths(60)[kind],

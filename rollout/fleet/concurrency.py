@@ -81,9 +81,10 @@ class ConcurrencyController:
     """Says how many episodes a replica may have. It has neither clock nor fleet.
 
     Example, with 64 seats and a cache that holds 30 episodes:
-        136, half of the turns computed again, 20 at tools -> 34   # half a group is added
-        34, none of them, 40% more tokens/s                -> 37   # it may hold more
-        37, tools have become slow, half the tokens/s      -> 314  # fill every seat
+        136, half of the turns computed again, 20 at tools   -> 34   # half a group is added
+        34, none of them, 40% more tokens/s                  -> 37   # it may hold more
+        37, tools have become slow, half of the tokens/s     -> 37   # one window may be slow by chance
+        37, the same in the fourth window, most seats empty  -> 314  # fill every seat
     """
 
     def __init__(self, seats: int, first: int, most: int, group_size: int):
@@ -269,11 +270,16 @@ class AdaptiveConcurrency:
         return sum(look.in_flight for look in self._looks.values() if look.time >= self._began)
 
 
-def make_concurrency(rollout: RolloutConfig, group_size: int) -> tuple[int, AdaptiveConcurrency | None]:
-    """Return the number of episodes that a replica has at most at first, and what changes it, if anything does."""
+def make_controller(rollout: RolloutConfig, group_size: int) -> ConcurrencyController:
+    """Return the controller of a run. It begins at the number that rollout.concurrency=fixed keeps."""
     seats = rollout.max_num_seqs * rollout.data_parallel_size
     first = max_inflight(seats, group_size, rollout.episodes_per_seat)
-    if rollout.concurrency is Concurrency.fixed:
-        return first, None
     most = max(first, max_inflight(seats, group_size, MOST_PER_SEAT))
-    return first, AdaptiveConcurrency(ConcurrencyController(seats, first, most, group_size))
+    return ConcurrencyController(seats, first, most, group_size)
+
+
+def make_concurrency(rollout: RolloutConfig, group_size: int) -> tuple[int, AdaptiveConcurrency | None]:
+    """Return the number of episodes that a replica has at most at first, and what changes it, if anything does."""
+    controller = make_controller(rollout, group_size)
+    is_fixed = rollout.concurrency is Concurrency.fixed
+    return controller.limit, None if is_fixed else AdaptiveConcurrency(controller)

@@ -31,15 +31,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from configs.schema import WeightSyncConfig
+from configs.schema import RolloutConfig, WeightSyncConfig
 from rollout.engines.admission import Admission
 from rollout.engines.base import Engine
 from rollout.engines.virtual_clock import run_virtual
-from rollout.fleet.concurrency import MOST_PER_SEAT, WINDOW_S, AdaptiveConcurrency, ConcurrencyController
+from rollout.fleet.concurrency import WINDOW_S, AdaptiveConcurrency, make_controller
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
-from rollout.router import max_inflight
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench.common import LengthOf, LogNormalLengths
 from scripts.bench.harness import Figures, Runs, make_parser, progress, run_parts, take_turns
@@ -237,19 +236,13 @@ class Dispatch:
         return tuple(np.random.default_rng([self._seed, which]).integers(20, 250, count).tolist())
 
 
-def adaptive_controller(seats: int, group_size: int) -> ConcurrencyController:
-    """Return the controller of a run with rollout.concurrency=auto."""
-    first, most = (max_inflight(seats, group_size, per_seat) for per_seat in (2, MOST_PER_SEAT))
-    return ConcurrencyController(seats, first, most, group_size)
-
-
 async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None, window_s: float = WINDOW_S) -> Figures:
     """Run a job on a simulated engine. `limit`: None for auto."""
     engine = EpisodesEngine(profile, Machine(profile, 1), seats)
     engine.prompt = job.prompt
     if limit is not None:
         return await Dispatch(job, engine, limit, None).run()
-    controller = adaptive_controller(seats, job.group_size)
+    controller = make_controller(RolloutConfig(max_num_seqs=seats), job.group_size)
     return await Dispatch(job, engine, controller.limit, AdaptiveConcurrency(controller, window_s)).run()
 
 
@@ -346,7 +339,8 @@ async def episodes_on_vllm(repeats: int) -> Figures:
 
 
 async def _on_engine(name: str, job: Job, starting: AbstractAsyncContextManager[Engine], repeats: int) -> Figures:
-    controller, seeds = adaptive_controller(REAL_EPISODE_SEATS, REAL_GROUP), itertools.count()
+    rollout, seeds = RolloutConfig(max_num_seqs=REAL_EPISODE_SEATS), itertools.count()
+    controller = make_controller(rollout, REAL_GROUP)
     async with starting as engine:
 
         async def run(limit: int | None, repetition: int) -> Figures:

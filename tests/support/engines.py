@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,10 +87,15 @@ def request(prompt_ids: tuple[int, ...], **sampling: Any) -> GenerationRequest:
 
 
 def tiny_gpu_spec(folder: Path, **changes: Any) -> EngineSpec:
-    """Save a tiny model, and return how an engine runs it on a GPU, with captured graphs and without the compiler."""
+    """Save a tiny model, and return how an engine runs it on a GPU."""
     save_tiny_model(folder, build_tokenizer(["Question: 3+4\nAnswer: 7"]), seed=0)
+    return gpu_spec(folder, **changes)
+
+
+def gpu_spec(model_path: Path, *, engine_args: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> EngineSpec:
+    """Return how an engine runs a model on a GPU: with captured graphs, and without the compiler."""
     spec = EngineSpec(
-        model_path=str(folder),
+        model_path=str(model_path),
         device="cuda",
         dtype="bfloat16",
         max_model_len=1024,
@@ -98,7 +104,7 @@ def tiny_gpu_spec(folder: Path, **changes: Any) -> EngineSpec:
         gpu_memory_utilization=0.4,
         tensor_parallel_size=1,
         enforce_eager=False,
-        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+        engine_args={"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, **engine_args},
     )
     return replace(spec, **changes)
 

@@ -128,11 +128,11 @@ SHARES_PARAMETERS = "zamba2"
 """The family that has some of its layers several times."""
 
 
-def random_model(family: str, **changes: Any) -> Any:
+def random_model(family: str, seed: int = 0, /, **changes: Any) -> Any:
     """Make a model of `family`, a `model_type` of transformers, with about 50,000 random parameters, for evaluation."""
     from transformers import AutoConfig
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 

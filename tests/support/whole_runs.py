@@ -16,6 +16,8 @@ import psutil
 
 from scripts.observe.audit import Audit, audit
 from tests.support.paths import ROOT
+from trainer.tiny import model as tiny
+from trainer.tiny.chat_templates import QWEN25
 from trainer.tracking.sinks import read_metrics
 
 PROMPTS_PER_STEP = 4
@@ -177,6 +179,16 @@ def check_training(run: Run, num_steps: int) -> None:
             (sequence,) = record["sequences"]
             versions = [version for _, _, version in sequence["versions"]]
             assert versions == sorted(versions) and global_steps - 2 <= versions[0] and versions[-1] <= global_steps
+
+
+def save_chat_model(folder: Path) -> None:
+    """Save an untrained model whose tokenizer has a chat template."""
+    tokenizer = tiny.build_tokenizer(["The weather in Paris is sunny.\n"] * 4)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = QWEN25
+    model = tiny.build_model(len(tokenizer), seed=0)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tiny.write_model_directory(folder, model, tokenizer)
 
 
 def check_tokens(run_dir: Path) -> Audit:

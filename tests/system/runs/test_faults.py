@@ -53,7 +53,7 @@ def given_up(run: Run, count: int) -> str:
 @pytest.mark.timeout(1200)
 def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL of an engine, which is replaced, SIGSTOP of an actor, which is not, add and drain, in one run that trains
-    all the while."""
+    all the while. Requests that move between replicas go on with what sampling had left them."""
     slow = tmp_path / "slow"
     slow.touch()
     monkeypatch.setenv("SLOW_REWARDS", str(slow))
@@ -66,6 +66,8 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         "trainer.eval_every=0",
         "rollout.num_replicas=2",
         "rollout.max_response_tokens=64",
+        "rollout.top_p=0.9",
+        "rollout.top_k=20",
         "rollout.replica_timeout_s=90",  # two engines start beside it on two cores, and maybe other tests
         "rollout.max_replacements=1",
     ) as run:
@@ -95,6 +97,7 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         assert not (run.run_dir / "fleet.sock").is_symlink()
         check_training(run, TOTAL_STEPS)
         check_tokens(run.run_dir)
+        assert not any(step["rollout/unknown_kept"] for step in steps_of(run.run_dir))
         assert {record["replica"] for step in trained(run) for record in step} & {"replica-2", "replica-3"}
         last = steps_of(run.run_dir, "rollout/replicas_lost")[-1]
         assert last["rollout/replicas_lost"] == 2 and last["rollout/replicas_replaced"] == 1

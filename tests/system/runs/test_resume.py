@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 STEPS = 8
 ON_POLICY = f"""
 trainer.total_steps={STEPS} trainer.eval_every=0 trainer.mini_batches=2 trainer.lr_schedule=linear
-checkpoint.every=2 rollout.max_staleness=0 rollout.seeded_sampling=true resume=auto
+checkpoint.every=2 rollout.max_staleness=0 rollout.seeded_sampling=true resume=auto rollout.top_p=0.9 rollout.top_k=20
 """.split()
 LEARNED = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/rewards/mean", "response_length/mean")
 
@@ -35,7 +35,8 @@ def weights_in_memory(run_dir: Path) -> list[Path]:
 @pytest.mark.timeout(1200)
 def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path: Path, tiny_model: Path) -> None:
     """Killed between two checkpoints, with groups under way; the newest checkpoint is damaged besides, so that the one
-    before is taken. It is resumed with another number of replicas. A batch is two optimizer steps, their rates fall."""
+    before is taken. It is resumed with another number of replicas. A batch is two optimizer steps, their rates fall,
+    and sampling leaves tokens out."""
     job = [*small(tiny_model, "a_second"), *ON_POLICY]
     with started(tmp_path / "whole", *job) as whole:
         assert whole.wait_for_end(START_DEADLINE_S + END_DEADLINE_S) == 0, whole.output.read_text()
@@ -62,4 +63,5 @@ def test_on_policy_a_resumed_run_learns_what_the_undisturbed_one_learns(tmp_path
         values = [record[name] for record in expected]
         assert [record[name] for record in found] == pytest.approx(values, rel=1e-4, abs=1e-6), name
     result = check_tokens(second.run_dir)
+    assert all(0 < record["rollout/kept_tokens"] <= 20 and not record["rollout/unknown_kept"] for record in found)
     assert (result.prompts, result.lost, result.twice) == (STEPS * PROMPTS_PER_STEP, 0, 0)

@@ -11,7 +11,7 @@ from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest
 from tests.support.adapters import distributions_of_spans
 from tests.support.engines import BOTH_SCHEDULERS, EngineHost, prompt, request, update
-from tests.support.kept import rows_of
+from tests.support.kept import normalized, rows_of
 from tests.support.weights import random_weights
 
 TEMPERATURE, ATOL = 0.7, 1e-5
@@ -24,13 +24,6 @@ TRUNCATIONS = pytest.mark.parametrize(
         pytest.param({"min_p": 0.2}, 430, id="min-p"),
     ],
 )
-
-
-def normalized(logprobs: np.ndarray, completion: Completion) -> np.ndarray:
-    """[T, V] -> [T]: the logprob of each token over what it was drawn from."""
-    assert completion.kept is not None
-    totals = [np.logaddexp.reduce(row[ids]) for row, ids in zip(logprobs, rows_of(completion.kept), strict=True)]
-    return np.take_along_axis(logprobs, completion.token_ids[:, None], 1)[:, 0] - totals
 
 
 @pytest.mark.slow

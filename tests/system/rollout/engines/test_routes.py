@@ -15,12 +15,11 @@ from configs.schema import Layout
 from configs.validate import ConfigError
 from rollout.engines.base import EngineSpec
 from rollout.replica.continuation import generate_in_parts
-from rollout.types import Completion, FloatArray, GenerationRequest, TokenSequence
-from tests.support.batches import learning
+from rollout.types import Completion, GenerationRequest, TokenSequence
 from tests.support.engines import EngineHost, hosted, pause, prompt, request, resume
 from tests.support.families import random_model
-from tests.support.reference import make_group, make_trajectory
-from trainer.batch import assemble
+from tests.support.kept import rows_of
+from tests.support.policy_gaps import kl, trained_minus_sampled
 from trainer.worker.model import Policy
 
 pytestmark = pytest.mark.slow
@@ -74,28 +73,10 @@ def sequence_of(request: GenerationRequest, completion: Completion) -> TokenSequ
     return TokenSequence.of(request.prompt_ids, completion)
 
 
-def differences(policy: Policy, sequences: list[TokenSequence], layout: Layout) -> FloatArray:
-    """Return [T] the trainer's logprobs minus the sampler's."""
-    trajectories = [replace(make_trajectory([1], [1]), sequences=(sequence,)) for sequence in sequences]
-    groups = [make_group(0, trajectories)]
-    options: dict[str, Any] = {"num_ranks": 1, "tokens_per_micro_batch": 10_000, "keep_idle": False}
-    ((batch,),) = assemble(
-        groups, learning(groups, [np.ones(len(sequences), np.float32)]), layout=layout, **options
-    ).micro_batches
-    with torch.no_grad():
-        logprobs, _ = policy(batch, torch.device("cpu"))
-    return logprobs.float().numpy() - batch.tokens.rollout_logprobs
-
-
-def kl(difference: FloatArray) -> float:
-    """Estimate KL(sampler || trainer) by k3."""
-    return float(np.mean(np.exp(difference) - 1 - difference))
-
-
 def check_kl(policy: Policy, sequences: list[TokenSequence]) -> None:
-    own = kl(differences(policy, [replace(sequence, routes=None) for sequence in sequences], Layout.rows))
+    own = kl(trained_minus_sampled(policy, [replace(sequence, routes=None) for sequence in sequences], Layout.rows))
     for layout in (Layout.rows, Layout.tree):
-        replayed = kl(differences(policy, sequences, layout))
+        replayed = kl(trained_minus_sampled(policy, sequences, layout))
         print(f"{layout.value}: KL {own:.1e} with the trainer's own routes, {replayed:.1e} with the sampler's")
         assert replayed < 2e-4 and replayed < own / 2
 
@@ -136,31 +117,45 @@ def test_requests_that_go_on_after_a_pause_say_each_input_once(
     check_kl(policy, [sequence_of(*pair) for pair in zip(some, completions, strict=True)])
 
 
-def test_a_request_that_goes_on_elsewhere_keeps_the_experts_of_what_it_has(host: EngineHost, policy: Policy) -> None:
-    some = requests(seed=200)
+def test_a_request_that_goes_on_in_another_engine_keeps_what_the_first_said(
+    host: EngineHost, policy: Policy, engine_spec: EngineSpec
+) -> None:
+    """The experts of what it has, and the tokens that top-k and top-p had left. The second engine says the rest."""
+    some = [
+        replace(each, sampling=replace(each.sampling, top_p=0.95, top_k=20)) for each in requests(NUM_TOKENS, seed=200)
+    ]
+    halves = [replace(each, sampling=replace(each.sampling, max_tokens=NUM_TOKENS // 2)) for each in some]
 
-    async def moved(request: GenerationRequest) -> Completion:
-        begun = replace(request, sampling=replace(request.sampling, max_tokens=NUM_TOKENS // 2))
-        partial = await host.engine.generate(begun)
+    async def begun() -> list[Completion]:
+        return await asyncio.gather(*map(host.engine.generate, halves))
+
+    async def continued(other: EngineHost, each: GenerationRequest, partial: Completion) -> Completion:
         sizes: list[int] = []
 
         async def rest(part: GenerationRequest, _: Completion | None) -> Completion:
-            completion = await host.engine.generate(part)
+            completion = await other.engine.generate(part)
             assert completion.routes is not None
             sizes.append(len(completion.routes))
             return completion
 
-        again = replace(request, partial=replace(partial, finish_reason=""))
+        again = replace(each, partial=replace(partial, finish_reason=""))
         whole, _ = await generate_in_parts(again, rest, lambda _: False)
         assert sizes == [NUM_TOKENS - NUM_TOKENS // 2], "only what was not known is sent"
-        assert whole.routes is not None and partial.routes is not None
-        assert np.array_equal(whole.routes.experts[: len(partial.routes)], partial.routes.experts)
         return whole
 
-    async def every() -> list[Completion]:
-        return await asyncio.gather(*map(moved, some))
+    async def ended(other: EngineHost, partials: list[Completion]) -> list[Completion]:
+        await other.engine.tag_loaded(0)
+        return await asyncio.gather(*(continued(other, *pair) for pair in zip(some, partials, strict=True)))
 
-    completions = host.run(every())
+    partials = host.run(begun())
+    with hosted(spec_of(engine_spec, host.model_path)) as other:
+        completions = other.run(ended(other, partials))
+    for partial, whole in zip(partials, completions, strict=True):
+        assert whole.routes is not None and partial.routes is not None
+        assert np.array_equal(whole.routes.experts[: len(partial.routes)], partial.routes.experts)
+        assert whole.kept is not None and partial.kept is not None and whole.kept.is_known.all()
+        assert rows_of(whole.kept)[: partial.num_tokens] == rows_of(partial.kept)
+        assert len(whole.kept.counts) == whole.num_tokens and whole.kept.counts.max() > 1
     check_kl(policy, [sequence_of(*pair) for pair in zip(some, completions, strict=True)])
 
 

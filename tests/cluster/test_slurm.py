@@ -1,4 +1,4 @@
-"""The batch script on a real Slurm of two nodes: jobs that end, that are requeued, and that are warned before."""
+"""The batch script on a real Slurm of two hosts: jobs that end, that are requeued, and that are warned before."""
 
 import re
 import time
@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import slurm
+from tests.support.bed import SHARED, Bed, bed
+from tests.support.ray_hosts import left_behind, places
 from tests.support.slurm import Slurm
 from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, steps_of
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(slurm.lacks()), reason=slurm.lacks() or "it is here"),
 ]
@@ -28,18 +29,19 @@ SFT = [
 
 @dataclass
 class Job:
-    """A training that the script runs on both nodes."""
+    """A training that the script runs on both hosts."""
 
     cluster: Slurm
     number: str
     folder: Path
 
     @classmethod
-    def submitted(cls, cluster: Slurm, folder: Path, *words: str) -> "Job":
-        folder.mkdir()
-        options = ["--parsable", "--nodes=2", "--time=60", f"--output={folder}/output.txt"]
-        words = (*SFT, *words, f"hydra.run.dir={folder}/run")
-        return cls(cluster, cluster.call("sbatch", *options, SCRIPT, *words, RAY_TMPDIR=str(cluster.folder)), folder)
+    def submitted(cls, made: Bed, cluster: Slurm, name: str, *words: str) -> "Job":
+        """Submit it with its output and its run in this folder of those that all hosts see."""
+        (made.shared / name).mkdir()
+        options = ["--parsable", "--nodes=2", "--time=60", f"--output={SHARED}/{name}/output.txt"]
+        words = (*SFT, *words, f"hydra.run.dir={SHARED}/{name}/run")
+        return cls(cluster, cluster.call("sbatch", *options, SCRIPT, *words), made.shared / name)
 
     def output(self) -> str:
         path = self.folder / "output.txt"
@@ -76,12 +78,13 @@ class Job:
 
 
 def test_a_job_that_is_requeued_goes_on_and_one_that_is_warned_saves_before(tmp_path: Path) -> None:
-    with slurm.started(num_nodes=2, cpus=2) as cluster:
-        job = Job.submitted(cluster, tmp_path / "short", "trainer.total_steps=2")
+    with bed(tmp_path / "bed", num_hosts=2) as made, slurm.started(made, cpus=2) as cluster:
+        job = Job.submitted(made, cluster, "short", "trainer.total_steps=2")
         job.wait(lambda: cluster.state(job.number) == "COMPLETED")
-        assert job.steps() == [1, 2] and not (cluster.folder / f"ray-{job.number}").exists()
+        assert job.steps() == [1, 2] and not any(host.path(f"/tmp/ray-{job.number}").exists() for host in made.hosts)
+        assert set(places(job.folder / "run").values()) == {host.name for host in made.hosts}
 
-        job = Job.submitted(cluster, tmp_path / "long", "trainer.total_steps=1000000", "checkpoint.every=5")
+        job = Job.submitted(made, cluster, "long", "trainer.total_steps=1000000", "checkpoint.every=5")
         job.wait(lambda: len(job.steps()) > 6)
         cluster.call("scontrol", "requeue", job.number)  # as when a host fails
         saved = job.newest_checkpoint()
@@ -100,3 +103,4 @@ def test_a_job_that_is_requeued_goes_on_and_one_that_is_warned_saves_before(tmp_
         assert steps == list(range(1, steps[-1] + 1))
         cluster.call("scancel", job.number)
         job.wait(lambda: cluster.state(job.number) == "CANCELLED")
+        assert {host.name: left_behind(host) for host in made.hosts} == {host.name: [] for host in made.hosts}

@@ -1,5 +1,5 @@
-"""Updates under load of models whose weights vLLM changes after it has loaded them: experts, latent attention, fp8.
-They have never run. Skipped without a GPU."""
+"""Updates under load of models whose weights vLLM changes after it has loaded them: experts and latent attention. They
+have never run. Skipped without a GPU."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ SIZES = {"vocab_size": 512, "hidden_size": 256, "head_dim": 64, "max_position_em
 PROMPTS = [prompt(index, 20 + index) for index in range(4)]
 GIVEN = [prompt(index, 60) for index in range(10, 14)]
 ATOL = 0.1
-"""Nats between two ways of computing the same in bfloat16 or fp8. Other weights differ by several."""
+"""Nats between two ways of computing the same in bfloat16. Other weights differ by several."""
 
 
 def experts(folder: Path, seed: int) -> None:
@@ -34,16 +34,11 @@ def latent(folder: Path, seed: int) -> None:
     latent_model("deepseek_v3", folder, seed, qk_nope_head_dim=128, v_head_dim=128, num_attention_heads=16)
 
 
-def dense(folder: Path, seed: int) -> None:
-    random_model("qwen3", seed, **SIZES, intermediate_size=256, initializer_range=0.06).save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("make", "engine_args"),
     [
-        pytest.param(experts, {}, id="experts"),
+        pytest.param(experts, {"moe_backend": "triton"}, id="experts"),
         pytest.param(latent, {}, id="latent-attention"),
-        pytest.param(dense, {"quantization": "fp8_per_channel"}, id="fp8"),
     ],
 )
 def test_an_update_reaches_what_the_engine_made_of_its_weights(
@@ -86,7 +81,7 @@ async def both_ways(host: EngineHost) -> list[tuple[FloatArray, FloatArray]]:
     """Return the logprobs of answers, as they were decoded and as they are read."""
     pairs = []
     for ids in PROMPTS:
-        answer = await host.engine.generate(request(ids, temperature=1.0, max_tokens=40))
+        answer = await host.engine.generate(request(ids, temperature=1.0, max_tokens=16))
         read = await host.engine.score(np.array([*ids, *answer.token_ids], np.int32), f"read-{ids}")
         pairs.append((answer.logprobs, read[len(ids) - 1 :]))
     return pairs

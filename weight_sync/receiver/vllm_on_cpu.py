@@ -1,7 +1,8 @@
 """Changes vLLM on a CPU, in a worker's process, before the model is loaded.
 
-- Linear layers keep their plain weights. By default vLLM repacks them for oneDNN and empties the originals, after which
-  in-place loading fails, and a tied lm_head silently keeps its old values. Plain F.linear is as fast in float32.
+- Linear layers keep their plain weights. By default vLLM repacks them for oneDNN, or for AMX where the processor has it
+  and they are in half precision, and empties the originals, after which in-place loading fails, and a tied lm_head
+  silently keeps its old values. Plain F.linear is as fast in float32.
 - Experts of a mixture keep theirs, too, which vLLM packs for a kernel of its own. They are computed as transformers
   computes them, which is where trained logprobs come from.
 - An engine that is asked for the experts that it chose says them (routes_on_cpu.py).
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 import vllm._custom_ops as vllm_ops
 from vllm.lora.layers import base_linear
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -40,7 +42,8 @@ ACTIVATIONS = {
 
 
 def change_vllm() -> None:
-    vllm_ops._supports_onednn = False
+    vllm_ops._supports_onednn = False  # of quantized layers, too
+    _keep_weights_of_linear_layers()
     _keep_weights_of_experts()
     say_routes()
     rejection_sampler.expand_batch_to_tokens = expanded
@@ -56,6 +59,18 @@ def _rotate_every_head() -> None:
         return (self.forward_native if query.dim() > 2 else original.__get__(self))(positions, query, key)
 
     RotaryEmbedding.forward_cpu = forward_cpu
+
+
+def _keep_weights_of_linear_layers() -> None:
+    original = layer_utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = F.linear
+        else:  # convolutions, whose kernels read what is packed here; the receiver refuses those
+            original(layer, remove_weight)
+
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 def _keep_weights_of_experts() -> None:

@@ -184,10 +184,11 @@ class WeightReceiver:
             if self._receiver_is_native() and isinstance(module, MLAAttention | UnquantizedFusedMoEMethod):
                 return f"{UNTESTED_NATIVE}: other values of weight_sync.transport can"
             if isinstance(module, MLAAttention) and set(module._parameters) != ABSORBED:
-                what = (
-                    f"multi-head latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
-                )
-                return f"{what}: on a CPU, set rollout.engine_args.attention_backend=CPU_MLA"
+                what = f"latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
+                return f"{what}: leave rollout.engine_args.attention_backend out"
+            if hasattr(module, "_cpu_unpacked_conv_weight"):
+                what = f"convolutions of {type(module).__name__} cannot be updated in {model.dtype} on this processor"
+                return f"{what}, for which vLLM packs their weights: set rollout.dtype=float32"
             if isinstance(module, UnquantizedFusedMoEMethod):
                 backend = module.unquantized_backend.name
                 if backend not in MOE_BACKENDS_THAT_KEEP_WEIGHTS:

@@ -1,4 +1,5 @@
-"""Updates of an engine that quantizes what it loads: the trainer publishes bfloat16, and the shadow holds fp8."""
+"""Updates of an engine in half precision, whose weights a processor may pack, and of one that quantizes what it loads:
+the trainer publishes bfloat16, and the shadow holds fp8."""
 
 import asyncio
 import random
@@ -18,7 +19,7 @@ from rollout.engines.base import EngineSpec
 from rollout.types import Completion
 from tests.support.engines import EngineHost, hosted, request, update
 
-pytestmark = [pytest.mark.slow, pytest.mark.parametrize("quantization", sorted(QUANTIZATIONS))]
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("quantization", [None, *sorted(QUANTIZATIONS)])]
 
 PROMPTS = [tuple(random.Random(index).choices(range(5, 250), k=20 + index)) for index in range(4)]
 SIZES = {
@@ -37,7 +38,7 @@ SIZES = {
 
 
 @contextmanager
-def serving(folder: Path, engine_spec: EngineSpec, quantization: str) -> Iterator[EngineHost]:
+def serving(folder: Path, engine_spec: EngineSpec, quantization: str | None) -> Iterator[EngineHost]:
     arguments = {"skip_tokenizer_init": True, "quantization": quantization}
     spec = replace(engine_spec, model_path=str(folder), dtype="bfloat16", engine_args=arguments)
     with hosted(spec) as host:
@@ -67,7 +68,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_after_an_update_it_computes_as_a_fresh_engine_does(
-    quantization: str, folders: list[Path], engine_spec: EngineSpec
+    quantization: str | None, folders: list[Path], engine_spec: EngineSpec
 ) -> None:
     """Also with requests in flight, which keep their KV cache, and change weights between two tokens."""
     new = load_file(folders[1] / "model.safetensors")

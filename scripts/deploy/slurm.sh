@@ -17,7 +17,7 @@ cd "$SLURM_SUBMIT_DIR"
 own_address() {
   local name
   name=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
-  { getent ahosts "$name" | awk '$1 !~ /^(127\.|::1$)/ { print $1 }' && hostname -I | tr ' ' '\n'; } | head -n 1
+  { getent ahosts "$name" | awk '$1 !~ /^(127\.|::1$)/ { print $1 }' && hostname -I | tr ' ' '\n'; } | sed -n 1p
 }
 until_open() { timeout 120 bash -c 'until (: <"/dev/tcp/$1/$2") 2>/dev/null; do sleep 1; done' - "$1" "$2"; }
 

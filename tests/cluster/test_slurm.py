@@ -20,9 +20,9 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm.lacks()), reason=slurm.lacks() or "it is here"),
 ]
 SCRIPT = "scripts/deploy/slurm.sh"
-# Two ranks and the task that makes the model need more CPUs than one node has.
+# Three ranks need more CPUs than one host has.
 SFT = [
-    *("sft", "device=cpu", "model=tiny", "sizes=tiny", "trainer.num_ranks=2", "trainer.eval_every=0"),
+    *("sft", "device=cpu", "model=tiny", "sizes=tiny", "trainer.num_ranks=3", "trainer.eval_every=0"),
     *("trainer.lr_warmup_steps=0", "data.num_train=200", "data.num_val=16"),
 ]
 

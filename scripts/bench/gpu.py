@@ -7,7 +7,7 @@ Every part leaves its figures in FOLDER/PART.json and its output in FOLDER/PART.
 goes on: it runs what is not done. A part begins only when its deadline fits in what is left of the budget, and one that
 fails does not keep the others from running.
 
-- `tests`: tests/gpu.
+- `tests_updates`, `tests_models`: the folders of tests/gpu.
 - `updates_small`, `updates_0.5b`, `updates_1.5b`, `updates_7b`: a vLLM engine with requests in flight and random
   bfloat16 weights of that many parameters (Qwen2's shapes, made on the GPU, nothing is read or downloaded), updated
   under a keep pause over cuda_ipc and, where /dev/shm has room, shared_memory, staged in host memory and on the device.
@@ -70,19 +70,20 @@ class Part:
     measure: Callable[..., Figures]
     deadline_s: float
     """The seconds until it is ended. It is begun only when that much is left."""
-    size: str | None = None
-    """The size of the model to measure, where the part is measured at several."""
+    which: str | None = None
+    """The size of the model to measure, or the folder of tests, where there are several."""
 
     def run(self, setting: Setting) -> Figures:
-        return self.measure(setting) if self.size is None else self.measure(setting, self.size)
+        return self.measure(setting) if self.which is None else self.measure(setting, self.which)
 
 
 # In the order in which they run: first what shows most in the fewest minutes, for a machine that is there for ten.
 PARTS: Mapping[str, Part] = {
-    "tests": Part(gpu_parts.run_gpu_tests, 240),
+    "tests_updates": Part(gpu_parts.run_gpu_tests, 240, "updates"),
     "updates_small": Part(gpu_parts.measure_updates, 180, "small"),
     "shared_gpu": Part(gpu_parts.run_over_cuda_ipc, 180),
     "shared_gpu_vllm": Part(gpu_parts.run_over_vllm_ipc, 180),
+    "tests_models": Part(gpu_parts.run_gpu_tests, 300, "models"),
     "attention": Part(gpu_parts.measure_attention, 150, "0.5b"),
     "trainer_0.5b": Part(gpu_parts.measure_trainer, 75, "0.5b"),
     "logprobs": Part(gpu_parts.measure_logprobs, 60),

@@ -96,11 +96,20 @@ class Setting:
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 
 
-def run_gpu_tests(setting: Setting) -> Figures:
-    """Return the counts of outcomes. Raises RuntimeError when a test failed, or none was found. On a CPU all are
-    skipped."""
+def run_gpu_tests(setting: Setting, folder: str) -> Figures:
+    """Return the counts of outcomes of the tests of a folder of tests/gpu. Raises RuntimeError when one failed, or none
+    was found. On a CPU all are skipped."""
     # Without the conftest and pytest's plugins, whose needs a machine may lack.
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rs", "--noconftest", "--disable-plugin-autoload"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        f"tests/gpu/{folder}",
+        "-q",
+        "-rs",
+        "--noconftest",
+        "--disable-plugin-autoload",
+    ]
     done = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
     progress(done.stdout + done.stderr)
     if done.returncode != 0:

@@ -89,7 +89,7 @@ def test_logprobs_are_those_of_the_models_own_forward_or_it_is_refused(
         batch = micro_batch(groups, layout)
         with torch.no_grad():
             logprobs = policy(batch, CPU, SEVEN_TOKENS)[0].double()
-            torch.testing.assert_close(logprobs, plain(policy.causal_lm, groups, batch), rtol=0, atol=2e-5)
+            torch.testing.assert_close(logprobs, plain(policy.causal_lm, groups, batch), rtol=0, atol=5e-5)
     if family in BY_PLACE_IN_ROW | RECURRENT:
         assert refused.keys() == ({Layout.tree} if family == "bloom" else {Layout.tree, Layout.packed})
         for layout, line in refused.items():

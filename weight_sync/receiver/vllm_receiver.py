@@ -186,7 +186,7 @@ class WeightReceiver:
             if isinstance(module, MLAAttention) and set(module._parameters) != ABSORBED:
                 what = f"latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
                 return f"{what}: leave rollout.engine_args.attention_backend out"
-            if hasattr(module, "_cpu_unpacked_conv_weight"):
+            if "_cpu_unpacked_conv_weight" in vars(module):
                 what = f"convolutions of {type(module).__name__} cannot be updated in {model.dtype} on this processor"
                 return f"{what}, for which vLLM packs their weights: set rollout.dtype=float32"
             if isinstance(module, UnquantizedFusedMoEMethod):

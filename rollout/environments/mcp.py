@@ -60,14 +60,14 @@ class Server:
     async def client(self) -> AsyncIterator[Any]:
         """Give an open `mcp.Client`, which must be left in the task that has entered it. Raises what mcp does."""
         import httpx2
-        from mcp import Client, StdioServerParameters
+        from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
+        from rollout.environments.mcp_stdio import program
+
         if self.command:
-            program, *arguments = self.command
             inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
-            env = {**inherited, **self.env}
-            async with Client(StdioServerParameters(command=program, args=arguments, env=env)) as client:
+            async with Client(program(self.command, {**inherited, **self.env})) as client:
                 yield client
             return
         headers = {"Authorization": f"Bearer {os.environ[self.token_env]}"} if self.token_env else {}

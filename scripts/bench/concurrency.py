@@ -106,11 +106,12 @@ async def answer_all(
         )
         await engine.generate(request)
 
-    tasks = [asyncio.create_task(answer(ordinal)) for ordinal in range(count)]
-    while engine.usage.tokens - tokens < 0.75 * sum(wanted):
-        await asyncio.sleep(0.05)
-    rate = (engine.usage.tokens - tokens) / (clock() - began)
-    await asyncio.gather(*tasks)
+    async with asyncio.TaskGroup() as answers:  # one that fails ends the wait
+        for ordinal in range(count):
+            answers.create_task(answer(ordinal))
+        while engine.usage.tokens - tokens < 0.75 * sum(wanted):
+            await asyncio.sleep(0.05)
+        rate = (engine.usage.tokens - tokens) / (clock() - began)
     return rate
 
 
@@ -157,11 +158,14 @@ class Job:
 class EpisodesEngine(ProfiledEngine):
     """Shares the prompts of groups."""
 
-    prompt: int
+    def __init__(self, profile: Profile, max_num_seqs: int, prompt: int):
+        """`prompt`: the tokens of each."""
+        super().__init__(profile, Machine(profile, 1), max_num_seqs)
+        self._prompt = prompt
 
     def segments(self, request: GenerationRequest) -> Sequence[KvSegment]:
         [(episode, tokens)] = super().segments(request)
-        return [(("prompt", request.request_id.ordinal), self.prompt), (episode, tokens - self.prompt)]
+        return [(("prompt", request.request_id.ordinal), self._prompt), (episode, tokens - self._prompt)]
 
 
 class Dispatch:
@@ -178,14 +182,14 @@ class Dispatch:
         """Return tokens per second, and the limit at the end."""
         clock = asyncio.get_running_loop().time
         await self._replica.tag_loaded(0)
-        running = asyncio.create_task(self._dispatch())
-        whole_began = clock()
-        whole = await self._sampled(self._job.warm_up)
-        began = clock()
-        counted = await self._sampled(self._job.counted)
-        ended = clock()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:  # a failure there ends the waits here
+            running = tasks.create_task(self._dispatch())
+            whole_began = clock()
+            whole = await self._sampled(self._job.warm_up)
+            began = clock()
+            counted = await self._sampled(self._job.counted)
+            ended = clock()
+            running.cancel()
         await self._engine.abort(None)
         return {
             "tokens_per_s": counted / (ended - began),
@@ -238,8 +242,7 @@ class Dispatch:
 
 async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None, window_s: float = WINDOW_S) -> Figures:
     """Run a job on a simulated engine. `limit`: None for auto."""
-    engine = EpisodesEngine(profile, Machine(profile, 1), seats)
-    engine.prompt = job.prompt
+    engine = EpisodesEngine(profile, seats, job.prompt)
     if limit is not None:
         return await Dispatch(job, engine, limit, None).run()
     controller = make_controller(RolloutConfig(max_num_seqs=seats), job.group_size)

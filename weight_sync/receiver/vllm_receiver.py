@@ -185,7 +185,7 @@ class WeightReceiver:
                 return f"{UNTESTED_NATIVE}: other values of weight_sync.transport can"
             if isinstance(module, MLAAttention) and set(module._parameters) != ABSORBED:
                 what = f"latent attention cannot be updated as {type(module.impl).__name__} keeps its weights"
-                return f"{what}: leave rollout.engine_args.attention_backend out"
+                return f"{what}: leave rollout.engine_args.attention_backend out, or name another one"
             if "_cpu_unpacked_conv_weight" in vars(module):
                 what = f"convolutions of {type(module).__name__} cannot be updated in {model.dtype} on this processor"
                 return f"{what}, for which vLLM packs their weights: set rollout.dtype=float32"

@@ -369,8 +369,9 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         arguments["weight_transfer_config"] = {"backend": spec.transfer_backend}
     if spec.device == "cpu":
         arguments["block_size"] = 32  # caches short prompts
-        # Of latent attention; other models ignore it. With AMX, vLLM would take one that keeps no plain weights.
-        arguments["attention_backend"] = "CPU_MLA"
+        if not (spec.engine_args.get("attention_config") or {}).get("backend"):  # vLLM takes one of both
+            # Of latent attention; other models ignore it. With AMX, vLLM would take one that keeps no plain weights.
+            arguments["attention_backend"] = "CPU_MLA"
     if spec.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": spec.adapter.max_rank}
         if spec.adapter.layers is not None and "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__:

@@ -200,6 +200,9 @@ def test_arguments_of_the_config_reach_vllm_over_our_defaults(engine_spec: Engin
     own_args = {"max_num_batched_tokens": 777, "enable_prefix_caching": False}
     arguments = _engine_args(replace(engine_spec, engine_args=own_args))
     assert (arguments.max_num_batched_tokens, arguments.enable_prefix_caching) == (777, False)
+    assert arguments.attention_backend == "CPU_MLA"
+    other = _engine_args(replace(engine_spec, engine_args={"attention_config": {"backend": "CPU_ATTN"}}))
+    assert other.attention_backend is None, "vLLM takes no second one"
     parallel = replace(engine_spec, device="cuda", tensor_parallel_size=2)
     assert _engine_args(parallel).distributed_executor_backend == "mp", "in a placement group vLLM would take Ray's"
 

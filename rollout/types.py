@@ -333,6 +333,9 @@ class GenerationRequest:
     """The number of tokens at the end of `prompt_ids` that an environment said since the turn before, or, before the
     first turn, since the prompt. They are kept with what is sampled, for an episode that runs again. None: nobody keeps
     them."""
+    reports_whole: bool = False
+    """True where another request has taken the tokens that are known of this one: its replica reports all that it has,
+    and not what comes after those."""
     num_routed: int = 0
     """The number of tokens at the beginning of `prompt_ids` whose `Routes` need not be sent: whoever asks has them."""
 

@@ -523,9 +523,10 @@ class TrajectoryGroup:
 
     @property
     def errors(self) -> list[str | None]:
-        """Why rewards failed; None for each that did not."""
+        """Why rewards failed; None for each that did not, and for what a client aborted: half an episode may have
+        none."""
         every = self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
-        return [trajectory.error for trajectory in every]
+        return [None if trajectory.finish_reason == "abort" else trajectory.error for trajectory in every]
 
     @property
     def rewards_differ(self) -> bool:
@@ -634,7 +635,7 @@ class EvaluatedSample:
     versions: frozenset[int] = frozenset()
     """`global_steps` of its tokens: one version, unless an update came in between."""
     error: str | None = None
-    """Why the reward failed."""
+    """Why the reward failed. None where it did not, and for an episode that a client aborted."""
     agent_metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the agent loop and its environment."""
 

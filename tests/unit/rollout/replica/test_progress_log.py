@@ -117,7 +117,7 @@ async def test_of_two_requests_with_one_prompt_neither_is_known_by_tokens_that_t
     progress = Progress()
     progress.begin(3, Attempt(number=1, partials=partials), "r")
     resumed = resume_from(partials, replica.generate_group)
-    asking = [asyncio.create_task(resumed([make_request(f"3.1-0{turn}", 8)])) for turn in ("", "-1")]
+    asking = [asyncio.ensure_future(resumed([make_request(f"3.1-0{turn}", 8)])) for turn in ("", "-1")]
     for seconds, arrives, first, second in ((1.5, False, 0, 0), (1, True, 2, 0), (4, True, 5, 1), (1, True, 5, 2)):
         await asyncio.sleep(seconds)
         report = await replica.progress(progress.known("r"))

@@ -32,6 +32,8 @@ class TokenDelta:
     """Spans count from `start`; finish_reason is "" while the request runs."""
     observed: IntArray | None = None
     """The end of its prompt, sent with `start` 0: see `PartialCompletion`."""
+    is_whole: bool = False
+    """True where these are all its tokens, and others that are known of it are another request's by now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,5 +250,7 @@ class Progress:
                 if delta.start > 0:  # counted from the other prompt's tokens; the next report starts at 0
                     continue
                 record = group.records[key] = TokenRecord(delta.prompt_checksum, delta.observed)
+            if delta.is_whole:
+                record.num_tokens = 0
             if delta.start == record.num_tokens:
                 record.append(delta.tokens)

@@ -14,6 +14,9 @@ groups in the order in which they became ready, but only those whose choice leav
 window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for a group that is
 claimed later and therefore due no earlier, which keeps every inequality.
 
+A run that is resumed with another interval may begin at a live version u + i, i steps after that of an update, u. Its
+last step is that of u, so until the next update there are i B slots less.
+
 A run may train several sources of prompts (`rollout.mixture`). Then each has a ledger of its own, in which step k
 trains b(k) groups in place of B, and the same holds. Let Q(k) = b(0) + .. + b(k - 1), and H = (S + 1) I. While v is
 live there are Q(v + H) - Q(v) slots. Of those that are held, Q(k) - Q(v) were trained since v, so before step k at most
@@ -57,8 +60,9 @@ class StalenessWindow:
         return self.groups_before(step + 1) - self.groups_before(step)
 
     def slots(self, version: int) -> int:
-        """Return the number of slots, one per group, while `version` is live."""
-        return self.groups_before(version + self.horizon) - self.groups_before(version)
+        """Return the number of slots, one per group, while `version` is live: as many as its tokens can be trained in.
+        A run that is resumed with another interval may begin between two updates."""
+        return self.groups_before(self.last_step(version) + 1) - self.groups_before(version)
 
     @property
     def capacity(self) -> int:

@@ -333,6 +333,9 @@ class GenerationRequest:
     """The number of tokens at the end of `prompt_ids` that an environment said since the turn before, or, before the
     first turn, since the prompt. They are kept with what is sampled, for an episode that runs again. None: nobody keeps
     them."""
+    reports_whole: bool = False
+    """True where another request has taken the tokens that are known of this one: its replica reports all that it has,
+    and not what comes after those."""
     num_routed: int = 0
     """The number of tokens at the beginning of `prompt_ids` whose `Routes` need not be sent: whoever asks has them."""
 
@@ -520,9 +523,10 @@ class TrajectoryGroup:
 
     @property
     def errors(self) -> list[str | None]:
-        """Why rewards failed; None for each that did not."""
+        """Why rewards failed; None for each that did not, and for what a client aborted: half an episode may have
+        none."""
         every = self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
-        return [trajectory.error for trajectory in every]
+        return [None if trajectory.finish_reason == "abort" else trajectory.error for trajectory in every]
 
     @property
     def rewards_differ(self) -> bool:
@@ -631,7 +635,7 @@ class EvaluatedSample:
     versions: frozenset[int] = frozenset()
     """`global_steps` of its tokens: one version, unless an update came in between."""
     error: str | None = None
-    """Why the reward failed."""
+    """Why the reward failed. None where it did not, and for an episode that a client aborted."""
     agent_metrics: dict[str, float] = field(default_factory=dict)
     """The metrics of the agent loop and its environment."""
 

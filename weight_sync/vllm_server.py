@@ -131,7 +131,7 @@ class VllmServer:
 
     async def commit(self, tag: WeightTag) -> CommitReport:
         """Pause, copy, verify, resume; to the end, even if the caller goes away. Raises WeightUpdateError. The server
-        generates again then, with the weights that it had, or stays paused where they may be torn."""
+        generates again then, with the weights that it has, or stays paused where they may be torn."""
         if self._commit_task is not None and not self._commit_task.done():
             raise RuntimeError(f"{self.name} is in the midst of an update")
         self._commit_task = asyncio.create_task(self._commit(tag))
@@ -148,11 +148,11 @@ class VllmServer:
             live = [state["live"] for state in await self._states()]
             if any(each != [tag.global_steps, tag.checksum] for each in live):
                 raise WeightUpdateError(f"workers of {self.name} serve {live}, published was {tag}")
+            self.global_steps, swapped = tag.global_steps, time.monotonic()
+            await self._call("POST", "resume", pause_s)
         except WeightUpdateError as error:
             await self._resume_if_whole(error)
             raise
-        self.global_steps, swapped = tag.global_steps, time.monotonic()
-        await self._call("POST", "resume", pause_s)
         return CommitReport(pause_s=time.monotonic() - started, swap_s=swapped - paused)
 
     async def _resume_if_whole(self, error: WeightUpdateError) -> None:

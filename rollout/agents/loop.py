@@ -156,14 +156,15 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     gets; the same turn gets it as often as it asks.
     """
     known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
+    reported: dict[tuple[InGroup, int], PartialCompletion] = {}
     for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
         if partial.completion.num_tokens == 0 and not partial.completion.finish_reason:
             continue
         known[episode, partial.prompt_checksum][turn] = partial
+        reported[(episode, turn), partial.prompt_checksum] = partial
     taken: dict[tuple[InGroup, int], PartialCompletion | None] = {}
 
-    def take_all(requests: list[GenerationRequest]) -> list[PartialCompletion | None]:
-        keys = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]
+    def take_all(keys: Sequence[tuple[InGroup, int]]) -> None:
         new = [key for key in keys if key not in taken]
         for (episode, turn), checksum in new:  # before the others take what is left
             taken[(episode, turn), checksum] = known[episode, checksum].pop(turn, None)
@@ -171,18 +172,19 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
             same_prompt = known[episode, checksum]
             if taken[(episode, turn), checksum] is None and same_prompt:
                 taken[(episode, turn), checksum] = same_prompt.pop(min(same_prompt))
-        return [taken[key] for key in keys]
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
+        keys = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]
+        take_all(keys)
         answers: dict[RequestId, Completion] = {}
         rest: list[GenerationRequest] = []
-        for request, partial in zip(requests, take_all(requests), strict=True):
-            if partial is None:
-                rest.append(request)
-            elif partial.completion.finish_reason:
+        for request, key in zip(requests, keys, strict=True):
+            partial = taken[key]
+            if partial is not None and partial.completion.finish_reason:
                 answers[request.request_id] = partial.completion
-            else:
-                rest.append(replace(request, partial=partial.completion))
+                continue
+            sampled = request.partial if partial is None else partial.completion
+            rest.append(replace(request, partial=sampled, reports_whole=reported.get(key, partial) is not partial))
         completions = await generate(rest) if rest else []
         answers |= {request.request_id: completion for request, completion in zip(rest, completions, strict=True)}
         return [answers[request.request_id] for request in requests]

@@ -439,6 +439,6 @@ def _evaluated(scored: _Scored) -> EvaluatedSample:
         num_tokens=episode.num_tokens,
         response=scored.text,
         versions=frozenset(span.global_steps for sequence in episode.sequences for span in sequence.spans),
-        error=result.error,
+        error=None if episode.finish_reason == "abort" else result.error,
         agent_metrics=episode.metrics,
     )

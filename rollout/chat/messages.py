@@ -20,6 +20,15 @@ class Role(Enum):
     tool = "tool"
 
 
+def without_halves(text: str) -> str:
+    """Return the text with halves of surrogate pairs as JSON's escapes of them: no tokenizer takes them, and UTF-8 has
+    none.
+
+    Example: without_halves(json.loads(r'"\\ud83d"')) == r"\\ud83d"
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """A call that the policy asked for.
@@ -39,6 +48,11 @@ class ToolCall:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         return cls(call_id=call["id"], name=name, arguments=text)
+
+    @classmethod
+    def sampled(cls, call_id: str, name: str, arguments: str) -> "ToolCall":
+        """Make a call that was read in an answer, where JSON's escapes may stand for halves of surrogate pairs."""
+        return cls(call_id=call_id, name=without_halves(name), arguments=without_halves(arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

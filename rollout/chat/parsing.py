@@ -82,7 +82,7 @@ def split_calls(text: str, call_id: Callable[[int], str]) -> tuple[str, tuple[To
         else:
             name, arguments, end = call
             kept.append(text[position:start])
-            calls.append(ToolCall(call_id=call_id(len(calls)), name=name, arguments=arguments))
+            calls.append(ToolCall.sampled(call_id(len(calls)), name, arguments))
         position = end
     content = "".join([*kept, text[position:]])
     return content.rstrip() if calls else content, tuple(calls)

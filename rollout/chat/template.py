@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rollout.chat.control_tokens import ControlTokens
-from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
+from rollout.chat.messages import Message, Role, ToolCall, ToolSpec, without_halves
 
 THINKING = ("thinking",)
 """The field in which gpt-oss's template reads the reasoning."""
@@ -91,7 +91,7 @@ class ChatTemplate:
                 return self.render(rest, tools, options, generation_prompt=generation_prompt)
             roles = [message.role.value for message in messages]
             raise TemplateRefusalError(f"the chat template does not render messages of {roles}: {error}") from error
-        return Rendered(text=text, mark=mark)
+        return Rendered(text=without_halves(text), mark=mark)
 
     def _without_refused_reasoning(self, messages: Sequence[Message]) -> list[Message] | None:
         """Return the messages without the reasoning that stands beside a text and calls, which gpt-oss's template

@@ -157,7 +157,10 @@ def _value(text: str, kind: str) -> Any:
         numbers = (_INTEGER if kind == "integer" else _NUMBER).findall(text)
         if not numbers:
             raise InvalidActionError(f"an action has one {kind}")
-        return int(numbers[-1]) if kind == "integer" else float(numbers[-1])
+        try:
+            return int(numbers[-1]) if kind == "integer" else float(numbers[-1])
+        except ValueError as error:  # Python reads no integer of thousands of digits
+            raise InvalidActionError(f"an action is a shorter {kind}") from error
     return _json(text, "JSON")
 
 

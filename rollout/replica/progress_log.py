@@ -19,6 +19,8 @@ class _Entry:
     before: Completion
     """The tokens that were sampled before that part."""
     observed: IntArray | None
+    is_whole: bool
+    """All of it is reported, whatever the driver has."""
     final: Completion | None = None
     is_lost: bool = False
     """Its engine died: what it had sampled is reported as often as asked."""
@@ -38,7 +40,9 @@ class ProgressLog:
 
     def begin(self, request: GenerationRequest) -> None:
         checksum, before = prompt_checksum(request.prompt_ids), request.partial or EMPTY
-        self._entries[request.request_id] = _Entry(checksum, request.request_id, before, request.observed)
+        self._entries[request.request_id] = _Entry(
+            checksum, request.request_id, before, request.observed, request.reports_whole
+        )
 
     def begin_part(self, part: RequestId, before: Completion | None) -> None:
         """Note that the engine gets another part of a request, of which `before` has been sampled."""
@@ -67,7 +71,7 @@ class ProgressLog:
         """Return `known` (request -> number of its tokens that the driver has) for the parts that the engine has."""
         self._is_read = True
         return {
-            entry.part: max(0, known.get(request_id, 0) - entry.before.num_tokens)
+            entry.part: max(0, _start(request_id, entry, known) - entry.before.num_tokens)
             for request_id, entry in self._entries.items()
         }
 
@@ -75,19 +79,20 @@ class ProgressLog:
         """`sampled`: the engine's answer to `known_parts(known)`."""
         deltas: list[TokenDelta] = []
         for request_id, entry in list(self._entries.items()):
-            start = known.get(request_id, 0)
+            start = _start(request_id, entry, known)
             tokens = sampled.get(entry.part)
             if entry.final is not None:
                 tokens = entry.final.after(start)
             elif tokens is None:
-                tokens, start = EMPTY, 0  # it waits for a seat
+                tokens, start = entry.before if entry.is_whole else EMPTY, 0  # it waits for a seat
             elif start < entry.before.num_tokens:
                 tokens = Completion.concatenate([entry.before, tokens]).after(start)
             if entry.final is not None and not entry.is_lost:
                 entry.times_reported += 1
                 if entry.times_reported == REPORTS_OF_AN_END:
                     del self._entries[request_id]
-            if tokens.num_tokens or tokens.finish_reason or not (entry.is_announced or request_id in known):
+            is_known = entry.is_announced or request_id in known
+            if tokens.num_tokens or tokens.finish_reason or entry.is_whole or not is_known:
                 entry.is_announced = True
                 delta = TokenDelta(
                     request_id=request_id,
@@ -95,6 +100,12 @@ class ProgressLog:
                     start=start,
                     tokens=tokens,
                     observed=entry.observed if start == 0 else None,
+                    is_whole=entry.is_whole,
                 )
                 deltas.append(delta)
         return tuple(deltas)
+
+
+def _start(request_id: RequestId, entry: _Entry, known: Mapping[RequestId, int]) -> int:
+    """Return the number of tokens after which a request is reported."""
+    return 0 if entry.is_whole else known.get(request_id, 0)

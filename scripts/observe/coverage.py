@@ -209,10 +209,10 @@ def _measures(trajectory: TrajectoryEnded | TrajectoryRecord) -> tuple[float, fl
 
 def _cause(trajectory: TrajectoryRecord, terms: Terms) -> str:
     """Return why a trajectory of a trained group was not trained, or nothing if it was."""
-    if trajectory.error is not None:
-        return "unscored"
     if trajectory.finish_reason == "abort":
         return "aborted"
+    if trajectory.error is not None:
+        return "unscored"
     if terms.mask_truncated and trajectory.finish_reason == "length":
         return "truncated"
     return "" if any(sequence.loss_tokens for sequence in trajectory.sequences) else "masked"

@@ -108,7 +108,8 @@ class Coverage:
     def _fate(self, trajectory: Trajectory) -> Fate:
         """Return the fate of a trajectory whose group is trained."""
         if not is_trainable(trajectory, self._mask_truncated):
-            return Fate.LATE if trajectory.error is not None else Fate.RULED_OUT
+            is_failure = trajectory.error is not None and trajectory.finish_reason != "abort"
+            return Fate.LATE if is_failure else Fate.RULED_OUT
         return Fate.TRAINED if any(s.loss_mask.any() for s in trajectory.sequences) else Fate.LATE
 
     def _take(self, ordinal: int, values: Sequence[Sequence[float]], fates: Sequence[Fate]) -> None:

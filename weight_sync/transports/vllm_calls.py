@@ -65,6 +65,8 @@ class Calls:
             return f"{missing} did not end {method}"
 
         self._transfer.until(lambda: self._store.check(list(keys)), 0.001, problem)
+        for key in (self._key(number), *keys):  # the store lasts as long as the run
+            self._store.delete_key(key)
 
     def taken(self, rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         """Yield each call when it comes. It counts as done when the next is asked for."""
@@ -79,13 +81,20 @@ class Calls:
             self._store.set(self._answer(number, rank), "done")
 
     def say_checksums(self, rank: int, checksums: Checksums) -> None:
-        self._store.set(self._checksums(rank), packed(checksums))
+        """Let the workers know them, in place of those of the transfer before."""
+        self._store.set(self._checksums(rank), packed((self._meeting.nonce, checksums)))
 
     def all_checksums(self) -> tuple[Checksums, ...]:
         """Return those of all trainer ranks, which they say at their end."""
         keys = [self._checksums(rank) for rank in range(self._workers.start)]
-        self._transfer.until(lambda: self._store.check(keys), 0.001, lambda: "checksums of the weights did not come")
-        return tuple(unpacked(self._store.get(key)) for key in keys)
+        said: list[tuple[str, Checksums]] = []
+
+        def have_come() -> bool:
+            said[:] = map(unpacked, self._store.multi_get(keys)) if self._store.check(keys) else ()
+            return {nonce for nonce, _ in said} == {self._meeting.nonce}
+
+        self._transfer.until(have_come, 0.001, lambda: "checksums of the weights did not come")
+        return tuple(checksums for _, checksums in said)
 
     def _key(self, number: int) -> str:
         return f"call {self._meeting.nonce} {number}"
@@ -93,5 +102,6 @@ class Calls:
     def _answer(self, number: int, rank: int) -> str:
         return f"{self._key(number)} done by {rank}"
 
-    def _checksums(self, rank: int) -> str:
-        return f"checksums {self._meeting.nonce} {rank}"
+    @staticmethod
+    def _checksums(rank: int) -> str:
+        return f"checksums {rank}"

@@ -59,7 +59,7 @@ class VllmParser(AnswerParser):
                 extracted = self._tool_parser(self._tokenizer, request.tools).extract_tool_calls(content, request)
                 content = extracted.content
                 calls = tuple(
-                    ToolCall(call_id=call_id(index), name=call.function.name, arguments=call.function.arguments)
+                    ToolCall.sampled(call_id(index), call.function.name, call.function.arguments)
                     for index, call in enumerate(extracted.tool_calls)
                 )
         except Exception:

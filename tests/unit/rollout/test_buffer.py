@@ -231,6 +231,21 @@ async def test_an_aborted_group_makes_room_for_another() -> None:
     assert ordinals(await buffer.next_batch(0)) == [1]
 
 
+async def test_rewards_that_fail_for_what_a_client_aborted_are_none_that_the_run_counts() -> None:
+    """A harness that is refused the rest of its answers has no reward, and a pause in mode abort ends all of them."""
+    buffer = small_buffer()
+    lost = [replace(aborted(*versions), error="the session has ended") for versions in ((), (0,))]
+    await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=tuple(lost)))
+    half = replace(make_group(1, 0), trajectories=(lost[1], make_trajectory(0)), greedy=lost[1])
+    await buffer.put(await must_claim(buffer), half)
+    assert ordinals(await buffer.next_batch(0)) == [1]
+    assert (buffer.gauges()["rollout/failed_rewards"], buffer.gauges()["rollout/aborted_groups"]) == (0, 1)
+    await buffer.advance(1)
+    failed = replace(make_group(2, 1), trajectories=(replace(make_trajectory(1), error="no"), make_trajectory(1)))
+    with pytest.raises(RewardFailuresError, match="^1 rewards failed"):
+        await buffer.put(await must_claim(buffer), failed)
+
+
 async def test_aborted_groups_say_nothing_of_the_prompts() -> None:
     """A client may abort as many as it wants, and equal rewards are counted as before."""
     buffer = small_buffer(max_sample_batches=1)

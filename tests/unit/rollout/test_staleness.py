@@ -59,6 +59,20 @@ def test_a_tag_between_two_updates_is_as_stale_as_the_version_that_was_live() ->
     assert [window.is_fresh(29, step) for step in (32, 33)] == [True, False]
 
 
+def test_a_run_that_goes_on_between_two_updates_claims_no_more_than_it_can_train_in_time() -> None:
+    """It is resumed after step 5, with an update every 3 steps. The next one comes after step 6."""
+    window = StalenessWindow(groups_per_step=2, max_staleness=1, update_interval=3)
+    ledger = SlotLedger(window, StalePolicy.wait, total_groups=9999, global_steps=5)
+    for step in range(5, 15):
+        if step % 3 == 0:
+            ledger.advance(step)
+        finish(ledger, *claim(ledger, ledger.num_free))
+        version = 5 if step == 5 else step - step % 3
+        assert ledger.num_ready == 2 * (window.last_step(version) + 1 - step)
+        chosen = ledger.select(step)
+        assert chosen is not None and len(chosen) == 2
+
+
 def test_advance_frees_what_was_trained_before_that_version_and_refuses_to_go_back() -> None:
     ledger = make_ledger(groups_per_step=2, max_staleness=2, interval=2)
     finish(ledger, *claim(ledger, 8))
@@ -102,12 +116,13 @@ class LedgerMachine(RuleBasedStateMachine):
         max_staleness=st.integers(0, 4),
         interval=st.integers(1, 3),
         num_steps=st.integers(1, 12),
-        start=st.integers(0, 2),
+        start=st.integers(0, 6),
     )
     def start(self, batch_size: int, max_staleness: int, interval: int, num_steps: int, start: int) -> None:
+        """Begin at step `start`, which another interval may have made a checkpoint."""
         self.window = StalenessWindow(groups_per_step=batch_size, max_staleness=max_staleness, update_interval=interval)
-        self.step = start * interval
-        self.total = (start + num_steps) * interval * batch_size
+        self.step = start
+        self.total = (start // interval + num_steps) * interval * batch_size
         self.ledger = SlotLedger(self.window, self.policy, self.total, self.step)
         self.versions = [self.step]  # on the replicas
         self.published = self.updated = self.step
@@ -231,7 +246,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def no_slot_is_lost_and_none_is_claimed_in_vain(self) -> None:
         ledger, held = self.ledger, len(self.in_flight) + len(self.ready) + len(self.trained)
-        assert ledger.num_free + held == self.window.capacity and ledger.num_free >= 0
+        num_slots = (
+            self.window.capacity - ledger.live_version % self.window.update_interval * self.window.groups_per_step
+        )
+        assert ledger.num_free + held == num_slots and ledger.num_free >= 0
         assert (ledger.num_in_flight, ledger.num_ready) == (len(self.in_flight), len(self.ready))
         assert ledger.num_dropped == self.num_dropped
         assert ledger.num_selected + len(self.in_flight) + len(self.ready) <= self.total
@@ -240,10 +258,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def synchronous_where_staleness_is_0(self) -> None:
         if self.window.max_staleness == 0:
-            untrained = len(self.in_flight) + len(self.ready)
-            assert untrained <= (self.ledger.live_version + self.window.update_interval - self.step) * (
-                self.window.groups_per_step
-            )
+            steps_left = self.window.last_step(self.ledger.live_version) + 1 - self.step
+            assert len(self.in_flight) + len(self.ready) <= steps_left * self.window.groups_per_step
 
     def teardown(self) -> None:
         """Finish the run from any state: once every group in flight has come, a batch is due."""

@@ -146,6 +146,18 @@ async def test_a_server_whose_weights_may_be_torn_stays_paused(
     assert ("stays paused" in "".join(getattr(caught.value, "__notes__", []))) is is_torn
 
 
+async def test_a_server_that_is_not_reached_to_resume_it_is_tried_again(connected: Callable[..., VllmServer]) -> None:
+    fake = FakeServer()
+    async with connected(fake) as server:
+        await server.stage(MANIFEST)
+        fake.failing = "resume"
+        with pytest.raises(WeightUpdateError, match="^resume on http://host:8000: HTTP 500") as caught:
+            await server.commit(WeightTag(7, MANIFEST.checksum or 0))
+        assert server.global_steps == 7, "whose weights are whole"
+    assert fake.calls[-2:] == ["resume", "resume"]
+    assert "so that it may be paused: resume on" in "".join(caught.value.__notes__)
+
+
 async def test_other_weights_than_the_published_ones_are_noticed(connected: Callable[..., VllmServer]) -> None:
     fake = FakeServer(live=[6, 3])
     fake.swaps = False

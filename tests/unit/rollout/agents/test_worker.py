@@ -93,6 +93,8 @@ def test_a_group_without_a_sampled_token_says_which_loop_asked_for_none() -> Non
         run_group(worker)
     aborted = make_worker(config=config, loop=AsksNothing("abort"), r0=FakeReplica())
     assert run_group(aborted).is_aborted, "it is replaced by another prompt"
+    (prompt,) = run_virtual(aborted.evaluate([make_prompt(17)], "r0", SAMPLING, 2))
+    assert [(sample.accuracy, sample.error) for sample in prompt.samples] == [(0.0, None)] * 2, "no failure of a reward"
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

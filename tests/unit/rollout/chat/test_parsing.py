@@ -68,6 +68,20 @@ def test_arguments_may_be_json_in_a_string_and_the_last_end_tag_may_be_cut() -> 
 
 
 @pytest.mark.parametrize(
+    ("call", "name", "arguments"),
+    [
+        (r'{"name": "f", "arguments": {"a": "\ud83d"}}', "f", r'{"a": "\ud83d"}'),
+        (r'{"name": "f\ud83d", "arguments": {"a": 1}}', r"f\ud83d", '{"a": 1}'),
+        (r'{"name": "f", "arguments": "{\"a\": \"\udc00\"}"}', "f", r'{"a": "\udc00"}'),
+    ],
+)
+def test_a_half_of_a_surrogate_pair_is_written_as_the_escape_that_it_came_as(
+    call: str, name: str, arguments: str
+) -> None:
+    assert calls(parse(f"<tool_call>{call}</tool_call>")) == [("call_0", name, arguments)]
+
+
+@pytest.mark.parametrize(
     "malformed",
     [
         "<tool_call>",

@@ -167,6 +167,7 @@ def test_a_text_becomes_an_action_by_the_schema(
     ("properties", "text", "why"),
     [
         ({"place": COUNT}, "north", "an action has one integer"),
+        ({"place": COUNT}, "9" * 5000, "an action is a shorter integer"),
         ({"x": COUNT, "y": COUNT}, "1, 2", "a JSON object with the keys x, y"),
         ({"x": COUNT, "y": COUNT}, "[1, 2]", "a JSON object with the keys x, y"),
         ({"x": COUNT, "y": COUNT}, "[" * 100_000, "a JSON object with the keys x, y"),

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import PauseMode, WeightSyncConfig
+from rollout.agents.loop import resume_from
 from rollout.engines.base import EngineDiedError
-from rollout.progress import Attempt, Progress, ProgressReport, prompt_checksum
+from rollout.progress import Attempt, PartialCompletion, Progress, ProgressReport, prompt_checksum
 from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
 from rollout.request_ids import RequestId
@@ -98,6 +99,37 @@ async def test_a_request_that_went_on_here_tells_only_what_is_new(replica: Rollo
     (completion,) = await group
     assert completion.token_ids.tolist() == [7, 8, 0, 0, 0]
     assert (await replica.stats())["tokens"] == 3, "sampled here"
+
+
+@pytest.mark.parametrize("had_by_other", [[], [8, 9]])
+@on_replica(max_num_seqs=1)
+async def test_of_two_requests_with_one_prompt_neither_is_known_by_tokens_that_the_other_goes_on_from(
+    replica: RolloutReplica, had_by_other: list[int]
+) -> None:
+    """Turn 0 had sampled nothing for this prompt, comes first and takes what turn 1 had. That one goes on from what is
+    left, and waits for a seat. A report gets lost."""
+    checksum = prompt_checksum((1, 2))
+    had = {1: make_completion([5, 6, 7], [0] * 3, ""), 2: make_completion(had_by_other, [0] * len(had_by_other), "")}
+    partials = {
+        (0, turn): PartialCompletion(prompt_checksum=checksum, completion=completion)
+        for turn, completion in had.items()
+    }
+    progress = Progress()
+    progress.begin(3, Attempt(number=1, partials=partials), "r")
+    resumed = resume_from(partials, replica.generate_group)
+    asking = [asyncio.ensure_future(resumed([make_request(f"3.1-0{turn}", 8)])) for turn in ("", "-1")]
+    for seconds, arrives, first, second in ((1.5, False, 0, 0), (1, True, 2, 0), (4, True, 5, 1), (1, True, 5, 2)):
+        await asyncio.sleep(seconds)
+        report = await replica.progress(progress.known("r"))
+        if arrives:
+            progress.take("r", report)
+            known = {turn: partial.completion.token_ids.tolist() for (_, turn), partial in progress.partials(3).items()}
+            assert known[0] == [5, 6, 7] + first * [0]
+            assert known.get(1, []) == had_by_other + second * [0]
+    answers = [(await each)[0].token_ids.tolist() for each in asking]
+    assert answers == [[5, 6, 7] + 5 * [0], had_by_other + (8 - len(had_by_other)) * [0]]
+    await ask(replica, progress, [(now(), True)], lambda report: None)
+    assert [progress.partials(3)[0, turn].completion.token_ids.tolist() for turn in (0, 1)] == answers
 
 
 @on_replica()

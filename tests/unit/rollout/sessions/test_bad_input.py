@@ -199,6 +199,15 @@ def test_tools_to_count_and_arguments_that_are_nested_deeply_are_no_fault(gatewa
     gateway.check([("/v1/chat/completions", {"model": "m", "messages": messages}) for messages in histories])
 
 
+def test_a_half_of_a_surrogate_pair_in_the_arguments_of_a_call_is_no_fault(gateway: Gateway) -> None:
+    """It is an escape in the JSON of the arguments, which is a text in the JSON of the body: the body itself has no
+    such half."""
+    call = {"id": "c", "function": {"name": "f", "arguments": r'{"a": "\ud83d", "\udc00": 1}'}}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": ""}]
+    (answer,) = gateway.check([("/v1/chat/completions", {"model": "m", "messages": messages})])
+    assert answer.status_code == 200
+
+
 @pytest.mark.parametrize("path", [*ROUTES, "/reward"])
 def test_numbers_out_of_range_are_no_fault(gateway: Gateway, path: str) -> None:
     names = ("temperature", "value", "max_tokens", "max_output_tokens", "n", "top_k")

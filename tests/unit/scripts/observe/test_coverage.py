@@ -40,7 +40,7 @@ def discarded(some: TrajectoryGroup, reason: DiscardReason) -> DiscardedGroup:
 
 
 outcomes = st.sampled_from([None, *DiscardReason])
-groups = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["", "abort", "error"]), outcomes)
+groups = st.tuples(st.integers(1, 5), st.integers(0, 3), st.sampled_from(["", "abort", "error", "both"]), outcomes)
 
 
 @given(st.lists(groups, min_size=10, max_size=30))
@@ -48,7 +48,8 @@ def test_the_audit_and_the_run_agree(drawn: list[tuple[int, int, str, DiscardRea
     """They share no code: one window of ten groups per ten steps of one group each."""
     run, records, logged = Coverage(window=10, group_size=GROUP_SIZE), CoverageAudit(1), {}
     for ordinal, (length, tool_s, what, reason) in enumerate(drawn):
-        fields = {"abort": {"finish_reason": "abort"}, "error": {"error": "no reward"}}.get(what, {})
+        abort, error = {"finish_reason": "abort"}, {"error": "no reward"}
+        fields = {"abort": abort, "error": error, "both": abort | error}.get(what, {})
         one, step = group(ordinal, length, tool_s, **fields), ordinal + 1
         if reason is None:
             run.take_trained([one])

@@ -128,6 +128,7 @@ def test_a_trajectory_without_a_loss_token_is_left_out() -> None:
         ({"finish_reason": "length"}, False, 0.0, 0.0),
         ({"finish_reason": "length"}, True, 0.25, 0.0),
         ({"finish_reason": "abort"}, False, 0.25, 0.0),
+        ({"finish_reason": "abort", "error": "the session has ended"}, False, 0.25, 0.0),
         ({"error": "the environment took too long"}, False, 0.25, 0.25),
     ],
 )

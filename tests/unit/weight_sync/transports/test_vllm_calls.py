@@ -17,11 +17,11 @@ SENT = {"names": ["a", "b"], "handle": (torch.Tensor, torch.Size([2, 3]), torch.
 
 
 class World:
-    """A trainer of two ranks and two replicas with one worker each."""
+    """A trainer of two ranks and two replicas with one worker each, in one transfer."""
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
-        store: Any = LocalStore()
-        order = replace(make_order(1), receivers={"a": 1, "b": 1}, timeout_s=timeout_s)
+    def __init__(self, timeout_s: float = 20.0, store: Any = None, nonce: str = "0") -> None:
+        store = LocalStore() if store is None else store
+        order = replace(make_order(1), receivers={"a": 1, "b": 1}, timeout_s=timeout_s, nonce=nonce)
         meeting = announce(store, order, num_ranks=2, bucket_bytes=0)
         transfers = [Transfer(store, meeting, rank) for rank in range(4)]
         self.transfers = transfers
@@ -43,6 +43,23 @@ def test_every_worker_does_every_call_and_gets_all_checksums() -> None:
         expected = [("start_weight_update", ()), ("update_weights", (SENT,))]
         assert [each.result(20) for each in working] == [expected, expected]
     assert world.calls[2].all_checksums() == ((1, 2), (3, 4))
+
+
+def test_the_store_which_lasts_for_a_run_holds_no_more_after_many_transfers() -> None:
+    store, sizes = LocalStore(), list[int]()
+    for number in range(3):
+        world = World(store=store, nonce=str(number))
+        with ThreadPoolExecutor() as threads:
+            working = [threads.submit(world.work, rank) for rank in (2, 3)]
+            world.calls[0].call("update_weights", SENT)
+            getting = threads.submit(world.calls[2].all_checksums)
+            for rank in (0, 1):
+                world.calls[rank].say_checksums(rank, (number, rank))
+            world.calls[0].call(END)
+            assert [len(each.result(20)) for each in working] == [1, 1]
+            assert getting.result(20) == ((number, 0), (number, 1)), "and not those of the transfer before"
+        sizes.append(store.num_keys())
+    assert sizes == [2, 2, 2], "the checksums of the last transfer"
 
 
 def test_the_worker_that_does_not_answer_is_named() -> None:

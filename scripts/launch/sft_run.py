@@ -110,9 +110,10 @@ async def run_supervised(  # noqa: PLR0913
                 report=console.message,
                 emit=events.emit,
             )
+            size = config.trainer.prompts_per_step
             loop = TrainLoop(
                 config=config,
-                buffer=DemonstrationSource(stream, config.trainer.prompts_per_step),
+                buffer=DemonstrationSource(stream, size, workers.global_steps, recorder.num_taken(size)),
                 workers=workers,
                 manager=None,
                 evaluate=Validator(workers, learned.validation, config).evaluate if learned.validation else None,

@@ -14,6 +14,9 @@ groups in the order in which they became ready, but only those whose choice leav
 window, earliest-deadline-first at its edge. A group that fails, or is filtered out, frees its slot for a group that is
 claimed later and therefore due no earlier, which keeps every inequality.
 
+A run that goes on with another I may do so between two updates, at a version v that is no multiple of it. It counts as
+the multiple before it, so that v % I steps fewer may train a group claimed now, and there are slots for as many fewer.
+
 A run may train several sources of prompts (`rollout.mixture`). Then each has a ledger of its own, in which step k
 trains b(k) groups in place of B, and the same holds. Let Q(k) = b(0) + .. + b(k - 1), and H = (S + 1) I. While v is
 live there are Q(v + H) - Q(v) slots. Of those that are held, Q(k) - Q(v) were trained since v, so before step k at most
@@ -58,7 +61,7 @@ class StalenessWindow:
 
     def slots(self, version: int) -> int:
         """Return the number of slots, one per group, while `version` is live."""
-        return self.groups_before(version + self.horizon) - self.groups_before(version)
+        return self.groups_before(self.last_step(version) + 1) - self.groups_before(version)
 
     @property
     def capacity(self) -> int:

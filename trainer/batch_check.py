@@ -64,7 +64,8 @@ class BatchCheck:
             token = int(too_old.argmax())
             age = staleness(int(versions[token]), global_steps, self._interval)
             return f"token {token} is {age} versions old, rollout.max_staleness={self._max_staleness}"
-        if learns_all and (left_out := sampled & ~loss_mask & ~is_stale).any():
+        is_known = True if sequence.kept is None else sequence.kept.is_known  # what it was drawn from
+        if learns_all and (left_out := sampled & ~loss_mask & ~is_stale & is_known).any():
             return f"token {int(np.argmax(left_out))} was sampled, and is not in the loss"
         return None
 

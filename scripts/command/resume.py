@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, UnreadableConfigError, read_config
+from omegaconf import OmegaConf
+
+from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, EXPORTED_MODEL, UnreadableConfigError, read_config
 from configs.model import LoraConfig
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -75,7 +77,30 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
         )
     if checkpoint is not None:
         _refuse_another_adapter(config.model.lora, checkpoint)
+        if not (checkpoint.path / snapshot_file(SUPERVISED)).exists():  # which has neither reference nor teacher
+            _refuse_itself(config, checkpoint, run_dir)
     return checkpoint
+
+
+def _refuse_itself(config: Config, checkpoint: Checkpoint, run_dir: Path) -> None:
+    """Raise ConfigError for a reference or a teacher that would be the newest checkpoint of the run that goes on, as
+    where the same command line is given again and runs/latest leads to the run itself by now."""
+    run = checkpoint.path.parents[1]
+    has_kept = run == run_dir and (run_dir / EXPORTED_MODEL).is_dir()
+    for key, path, what, is_used in (
+        ("model.path", config.model.path, "the reference of the KL", config.algorithm.needs_reference and not has_kept),
+        ("teacher.path", config.teacher.path, "the teacher", True),
+    ):
+        if is_used and path is not None and _path(path) == run.resolve():
+            problem = f"{what} would be what it has learned so far"
+            raise ConfigError(f"{key}={path}: is the run that goes on here, {run}: {problem}{_said_before(run, key)}")
+
+
+def _said_before(run: Path, key: str) -> str:
+    try:
+        return f"; its {CONFIG_FILE} has {key}={OmegaConf.select(read_config(run / CONFIG_FILE), key)}"
+    except UnreadableConfigError:
+        return ""
 
 
 def _refuse_another_adapter(lora: LoraConfig, checkpoint: Checkpoint) -> None:

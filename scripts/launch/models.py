@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.checkpoint import is_checkpoint
+from configs.checkpoint import EXPORTED_MODEL, is_checkpoint
 from configs.data import Generated
 from configs.mixture import longest_source, sources_of
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
@@ -101,15 +101,23 @@ def adapter_spec(config: Config, device: str, model_path: str) -> EngineSpec:
     return replace(engine_spec(config, device, lora.served_path or model_path), adapter=adapter)
 
 
-async def boot_model(config: Config, run_dir: Path) -> str:
+async def boot_model(config: Config, run_dir: Path, *, goes_on: bool = False) -> str:
     """Return the folder or hub name that engines load: the policy, or for the tiny model an untrained one of its
-    shape."""
+    shape.
+
+    Args:
+        goes_on: the run goes on in its folder. A checkpoint that it began with is taken from there, because the run
+            that model.path names may have newer ones, and would be another reference.
+    """
     if config.model.kind is ModelKind.tiny:
         return await made(config, run_dir / "untrained_model", untrained_tiny_model, config)
     assert config.model.path is not None
     if not is_checkpoint(Path(config.model.path).expanduser()):
         return config.model.path
-    return await made(config, run_dir / "exported_model", exported, "model.path", config.model.path)
+    folder = run_dir / EXPORTED_MODEL  # is whole where it exists
+    if goes_on and folder.is_dir():
+        return str(folder)
+    return await made(config, folder, exported, "model.path", config.model.path)
 
 
 async def made(config: Config, folder: Path, make: Callable[..., str], *arguments: Any) -> str:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from configs.algorithm import Proximal
 from configs.checkpoint import CHECKPOINTS
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -28,12 +29,19 @@ from weight_sync.transports.cleanup import release_all
 
 
 def supervised(config: Config) -> Config:
-    """Return the config of a run that samples nothing: without replicas, agent workers, critic and reference.
+    """Return the config of a run that samples nothing: without replicas, agent workers, critic, reference and versions
+    that have sampled.
 
     The loss is the cross-entropy of the model's own probabilities, at temperature 1. A step is a version.
     """
     algorithm = replace(
-        config.algorithm, advantage="grpo", ce_coef=1.0, kl_loss_coef=0.0, kl_reward_coef=0.0, entropy_coef=0.0
+        config.algorithm,
+        advantage="grpo",
+        proximal=Proximal.rollout,
+        ce_coef=1.0,
+        kl_loss_coef=0.0,
+        kl_reward_coef=0.0,
+        entropy_coef=0.0,
     )
     rollout = replace(config.rollout, num_replicas=0, num_agent_workers=0, temperature=1.0)
     weight_sync = replace(config.weight_sync, interval=1)
@@ -82,7 +90,8 @@ async def run_supervised(  # noqa: PLR0913
             emit=events.emit,
         )
         try:
-            path = await boot_model(config, run_dir)
+            goes_on = resumed is not None and run_dir in resumed[0].path.parents
+            path = await boot_model(config, run_dir, goes_on=goes_on)
             with console.during("encoding the conversations"):
                 learned = await encode_conversations(config, path, rows, keep_template=True)
             console.message(learned.sentence(config))
@@ -101,9 +110,10 @@ async def run_supervised(  # noqa: PLR0913
                 report=console.message,
                 emit=events.emit,
             )
+            size = config.trainer.prompts_per_step
             loop = TrainLoop(
                 config=config,
-                buffer=DemonstrationSource(stream, config.trainer.prompts_per_step),
+                buffer=DemonstrationSource(stream, size, workers.global_steps, recorder.num_taken(size)),
                 workers=workers,
                 manager=None,
                 evaluate=Validator(workers, learned.validation, config).evaluate if learned.validation else None,

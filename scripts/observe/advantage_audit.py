@@ -70,8 +70,8 @@ class _Group:
         self.lengths = [max(1, sum(sequence.loss_tokens for sequence in record.sequences)) for record in self._scored]
         self.advantages = [0.0] * len(self._scored)
         self.mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
-        self.is_equal = len(set(self.rewards)) < 2
         self.is_rounding = _is_rounding(self.rewards)
+        self.is_equal = len(set(self.rewards)) < 2 or self.is_rounding
 
     def term(self, name: str) -> list[float]:
         """Return the reward of that name of each trajectory that has one."""

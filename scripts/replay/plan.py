@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configs.checkpoint import CHECKPOINTS, INITIAL_MODEL, is_checkpoint
+from configs.checkpoint import CHECKPOINTS, EXPORTED_MODEL, INITIAL_MODEL, is_checkpoint
 from configs.load import load_saved
 from configs.schema import Config, ModelKind
 from scripts.observe.files import RunError, parse_objects
@@ -180,7 +180,7 @@ def _continued(run: Run, step: int) -> list[Path]:
 
 
 def _initial_model(run: Run, config: Config) -> str:
-    names = [INITIAL_MODEL, "exported_model"]
+    names = [INITIAL_MODEL, EXPORTED_MODEL]
     if config.model.kind is ModelKind.tiny and config.model.warmup_steps == 0:
         names.append("untrained_model")
     for name in names:

@@ -74,8 +74,9 @@ def ppo_clip(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Te
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
-    loss = unclipped.maximum(clipped)
-    return loss.where(advantages >= 0, loss.minimum(-advantages * algorithm.clip_ratio_c)), clipped > unclipped
+    loss, most = unclipped.maximum(clipped), -advantages * algorithm.clip_ratio_c
+    is_clipped = (clipped > unclipped) | ((advantages < 0) & (loss > most))
+    return loss.where(advantages >= 0, loss.minimum(most)), is_clipped
 
 
 def cispo(tokens: LossTokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:

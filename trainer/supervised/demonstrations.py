@@ -36,7 +36,11 @@ class DemonstrationStream:
 
     def batch(self, global_steps: int, size: int) -> list[TrajectoryGroup]:
         """Return the demonstrations of the step that `global_steps` others precede, `size` being those of each step."""
-        return [self._at(number) for number in range(global_steps * size, (global_steps + 1) * size)]
+        return self.after(global_steps * size, size)
+
+    def after(self, num_taken: int, size: int) -> list[TrajectoryGroup]:
+        """Return the next `size` demonstrations after so many."""
+        return [self._at(number) for number in range(num_taken, num_taken + size)]
 
     def checksum(self) -> int:
         """Return a checksum of all that decides which tokens a step learns: the seed, and the demonstrations in
@@ -59,18 +63,21 @@ class DemonstrationStream:
 class DemonstrationSource:
     """The groups of a supervised run (`trainer.ports.GroupSource`): every step takes the next `size` demonstrations."""
 
-    def __init__(self, stream: DemonstrationStream, size: int):
+    def __init__(self, stream: DemonstrationStream, size: int, first_step: int = 0, num_taken: int = 0):
+        """`num_taken`: the demonstrations that the `first_step` steps before have taken, of another size perhaps."""
         self._stream = stream
         self._size = size
-        self._num_taken = 0
+        self._first_step, self._first = first_step, num_taken
+        self._num_taken = num_taken
 
     @property
     def ready(self) -> Sequence[TrajectoryGroup]:
         return ()
 
     async def next_batch(self, global_steps: int) -> TrainBatch:
-        self._num_taken = (global_steps + 1) * self._size
-        return TrainBatch(groups=tuple(self._stream.batch(global_steps, self._size)), masked_tokens=0)
+        before = self._first + (global_steps - self._first_step) * self._size
+        self._num_taken = before + self._size
+        return TrainBatch(groups=tuple(self._stream.after(before, self._size)), masked_tokens=0)
 
     async def advance(self, global_steps: int) -> None:
         """Do nothing: no slot is held, because nothing is sampled."""

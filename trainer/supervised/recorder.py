@@ -24,6 +24,8 @@ class OtherConversationsError(ValueError):
 class SupervisedCounts(RunCounts):
     """Running totals of a supervised run."""
 
+    taken: int | None = None
+    """Conversations that the steps have taken. None: the checkpoint is from before they were counted."""
     tokens: float = 0.0
     """Trained tokens, each counted as often as it was trained."""
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -55,6 +57,13 @@ class SupervisedRecorder(RunRecorder):
             raise OtherConversationsError("was trained on other conversations, or with another seed")
         self.counts.checksum = checksum
 
+    def num_taken(self, size: int) -> int:
+        """Return the conversations that the steps so far have taken, `size` being those of each step where it is not
+        known."""
+        if self.counts.taken is None:
+            self.counts.taken = self.counts.steps * size
+        return self.counts.taken
+
     def is_evaluated(self, global_steps: int) -> bool:
         return any(step == global_steps for step, _ in self.counts.losses)
 
@@ -69,6 +78,7 @@ class SupervisedRecorder(RunRecorder):
     ) -> None:
         """Record the metrics of a step. The conversations themselves are in the user's files."""
         counts = self.counts
+        counts.taken = self.num_taken(len(groups)) + len(groups)
         counts.steps = global_steps
         counts.tokens += metrics["perf/trained_tokens"]
         counts.elapsed = self._elapsed_before + metrics["timing_s/elapsed"]

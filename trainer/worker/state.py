@@ -41,7 +41,11 @@ class Trained:
     """The checksum of what is frozen in a module with adapters, which is not saved."""
 
     def state_dict(self) -> dict[str, Any]:
+        has_stepped = bool(self.optimizer.state)
         weights, moments = get_state_dict(self.module, self.optimizer)
+        if not has_stepped:  # torch has made moments of 0 by a step on gradients of 0, which AdamW must not count
+            for state in self.optimizer.state.values():
+                state["step"].zero_()
         if self.base is None:
             return {WEIGHTS: weights, "optimizer": moments}
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
@@ -55,7 +59,10 @@ class Trained:
             other = f"weights with the checksum {state[BASE]}, those of model.path have {self.base}"
             raise RuntimeError(f"the checkpoint's adapter is for {other}")
         options = StateDictOptions(strict=self.base is None)
+        own = [dict(group) for group in self.optimizer.param_groups]
         set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group |= {**settings, "params": group["params"]}  # those of the config, and not of the run that was saved
 
 
 def sees(folder: Path, metadata: bytes | None) -> bool:

@@ -1,5 +1,6 @@
 """The slot ledger by small examples, and on any schedule at all."""
 
+from collections.abc import Callable
 from itertools import combinations, islice
 
 import pytest
@@ -59,18 +60,27 @@ def test_a_tag_between_two_updates_is_as_stale_as_the_version_that_was_live() ->
     assert [window.is_fresh(29, step) for step in (32, 33)] == [True, False]
 
 
-def test_a_run_that_goes_on_between_two_updates_claims_no_more_than_it_can_train_in_time() -> None:
-    """It is resumed after step 5, with an update every 3 steps. The next one comes after step 6."""
-    window = StalenessWindow(groups_per_step=2, max_staleness=1, update_interval=3)
-    ledger = SlotLedger(window, StalePolicy.wait, total_groups=9999, global_steps=5)
-    for step in range(5, 15):
-        if step % 3 == 0:
-            ledger.advance(step)
-        finish(ledger, *claim(ledger, ledger.num_free))
-        version = 5 if step == 5 else step - step % 3
-        assert ledger.num_ready == 2 * (window.last_step(version) + 1 - step)
+@pytest.mark.parametrize("quota", [None, lambda steps: 5 * steps // 3], ids=["one source", "one of several"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize(("interval", "begins_at"), [(2, 5), (3, 4), (3, 5), (4, 5)])
+def test_a_run_that_goes_on_between_two_updates_of_another_interval_keeps_the_bound(
+    interval: int, begins_at: int, max_staleness: int, quota: Callable[[int], int] | None
+) -> None:
+    """As from a checkpoint of step 5 of a run that updated after every step."""
+    window = StalenessWindow(groups_per_step=2, max_staleness=max_staleness, update_interval=interval, quota=quota)
+    ledger = SlotLedger(window, StalePolicy.wait, window.groups_before(24), global_steps=begins_at)
+    versions: dict[int, int] = {}
+    for step in range(begins_at, 24):
+        while ledger.can_claim():
+            slot = ledger.claim()
+            versions[slot.slot_id] = slot.claimed_version
+            finish(ledger, slot)
         chosen = ledger.select(step)
-        assert chosen is not None and len(chosen) == 2
+        assert chosen is not None and len(chosen) == window.batch_size(step)
+        assert all(staleness(versions[slot_id], step, interval) <= max_staleness for slot_id in chosen)
+        if (step + 1) % interval == 0:
+            ledger.advance(step + 1)
+    assert ledger.complete
 
 
 def test_advance_frees_what_was_trained_before_that_version_and_refuses_to_go_back() -> None:

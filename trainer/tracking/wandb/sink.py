@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = Path("wandb", "slipstream.json")
 """The file in the run folder with the id and group of the wandb run, what it has, and which run it continues."""
+EVALUATED = {"eval/accuracy", "eval/ce_loss"}
+"""Metrics of which each evaluation has one, and no step any."""
 START_SECONDS = 30.0
 """The deadline of wandb.init, which waits for the server when online. A call that takes longer is reported."""
 FINISH_SECONDS = 120.0
@@ -178,7 +180,7 @@ class WandbSink:
     def _log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None) -> None:
         """Log the record unless the dashboard has it: a resumed run takes some steps again."""
         assert self._run is not None
-        kind = "evaluation" if "eval/accuracy" in metrics else "step"
+        kind = "evaluation" if EVALUATED & metrics.keys() else "step"
         if step <= self._known[kind]:
             return
         self._elapsed = metrics.get(ELAPSED, self._elapsed)

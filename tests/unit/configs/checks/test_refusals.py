@@ -114,6 +114,7 @@ trainer.min_lr_ratio=0.1: only trainer.lr_schedule=linear and cosine read
 trainer.lr_warmup_steps=60 trainer.lr_schedule=cosine: with trainer.lr_schedule=cosine ~ before the run's 60 opt
 trainer.lr_warmup_steps=9 trainer.total_steps=4 trainer.epochs=2: at most the run's 8 optimizer steps ~ never be reached
 trainer.lr_warmup_ratio=1.0 trainer.lr_schedule=cosine trainer.epochs=2: with trainer.lr ~ before the run's 120 o
+trainer.lr_warmup_ratio=0.9 trainer.lr_schedule=cosine trainer.total_steps=4: with trainer.lr ~ before the run's 4 opt
 algorithm.loss=reinforce algorithm.proximal=current trainer.mini_batches=4: with 4 optimizer steps ~ has no ratio
 data.loader_args.n=1 => data.loader_args={{'n': 1}}: needs data.loader=package.module:function
 data.demonstrations=m:f: needs data.loader=package.module:function

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from configs.checkpoint import EXPORTED_MODEL
 from configs.model import LoraConfig, ModelConfig
 from configs.schema import Config, TrainerConfig
 from configs.validate import ConfigError
 from rollout.snapshot import capture, encode
 from scripts.command.resume import find_checkpoint, read
 from tests.support.checkpoints import write_state
+from tests.support.compose import changed
 from tests.support.rollouts import CheckpointedRun
 from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, adapter_json, saved_adapter
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
@@ -211,3 +213,58 @@ def test_the_same_adapter_goes_on_and_may_drop_more(tmp_path: Path, lora: LoraCo
     config = replace(Config(), resume="auto", model=ModelConfig(lora=replace(lora, dropout=0.5)))
     found = find_checkpoint(config, tmp_path, lambda told: None)
     assert found is not None and saved_adapter(found) == SavedAdapter(lora, "org/base")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "what"),
+    [
+        ({"teacher__path": "runs/latest"}, "teacher.path", "the teacher"),
+        ({"model__path": "runs/latest", "algorithm__kl_loss_coef": 0.1}, "model.path", "the reference of the KL"),
+    ],
+)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_teacher_or_a_reference_that_would_be_what_the_run_has_learned_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, object], named: str, what: str, is_here: bool
+) -> None:
+    """The same command line again, as after a preemption: the run has taken the link over."""
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine"
+    save(run_dir, 20)
+    (run_dir / "config.yaml").write_text("teacher: {path: runs/first}\nmodel: {path: runs/first}\n")
+    (tmp_path / "runs" / "latest").symlink_to("mine")
+    config = changed(Config(), resume="auto" if is_here else str(run_dir), **keys)
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(config, run_dir if is_here else tmp_path / "runs" / "longer", lambda told: None)
+    assert str(caught.value) == (
+        f"{named}=runs/latest: is the run that goes on here, {run_dir}: {what} would be what it has learned so far; "
+        f"its config.yaml has {named}=runs/first"
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model__path": "runs/mine"},  # without a KL nothing is computed with it
+        {"teacher__path": "runs/mine/checkpoints/step_000020"},
+        {"model__path": "runs/mine/checkpoints/step_000020", "algorithm__kl_reward_coef": 0.1},
+    ],
+)
+def test_one_checkpoint_of_the_run_may_be_its_teacher_or_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine"
+    save(run_dir, 20, 40)
+    found = find_checkpoint(changed(Config(), resume="auto", **keys), run_dir, lambda told: None)
+    assert found is not None and found.global_steps == 40
+
+
+def test_a_run_that_has_kept_its_first_policy_goes_on_with_it_as_its_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = tmp_path / "runs" / "mine"
+    save(run_dir, 20)
+    (run_dir / EXPORTED_MODEL).mkdir()
+    config = changed(Config(), resume="auto", model__path="runs/mine", algorithm__kl_loss_coef=0.1)
+    assert find_checkpoint(config, run_dir, lambda told: None) is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from configs.algorithm import Proximal
 from configs.data import Generated, HiddenReasoning, OverlongPrompts, SftConfig
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError, check
@@ -97,6 +98,9 @@ def test_what_supervised_training_does_not_have_is_turned_off() -> None:
     found = supervised(config)
     assert not found.algorithm.needs_critic and not found.algorithm.needs_reference
     assert (found.rollout.temperature, found.rollout.num_replicas, found.algorithm.ce_coef) == (1.0, 0, 1.0)
+    exact = supervised(changed(Config(), algorithm__proximal=Proximal.exact, trainer__epochs=2))
+    assert not exact.algorithm.needs_old_versions, "no replica samples with the versions that it would keep"
+    assert exact.algorithm.proximal is Proximal.rollout, "no forward pass before the first optimizer step"
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ import asyncio
 import io
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from configs.schema import Config
+from configs.schema import Config, ModelKind
 from scripts.launch import models
 from tests.support.compose import changed, resolve
 from tests.support.fakes import run_virtual
@@ -33,6 +34,15 @@ class SlowWarmUp:
             yield answer("/cache/warm")
 
         return steps()
+
+
+def test_a_run_that_goes_on_keeps_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+    """The run of model.path may have newer ones by now, and with runs/latest it is the run itself."""
+    run_dir, other = tmp_path / "mine", tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    (run_dir / "exported_model").mkdir(parents=True)
+    config = changed(Config(), model__kind=ModelKind.hf, model__path=str(other))
+    assert asyncio.run(models.boot_model(config, run_dir, goes_on=True)) == str(run_dir / "exported_model")
 
 
 @pytest.mark.parametrize(("timeout_s", "is_made"), [(3600.0, True), (660.0, False)])

@@ -59,6 +59,20 @@ def test_what_the_trainer_computed_is_confirmed_and_nothing_else(name: str, norm
     assert len(list(rule.wrong(records))) == 1
 
 
+@pytest.mark.parametrize("name", GROUP_ADVANTAGES)
+def test_rewards_that_differ_by_rounding_change_no_advantage_of_another_group(name: str) -> None:
+    """0.1 + 0.2 and 0.3 are one reward to the trainer, so that their group teaches nothing."""
+    rounded = [
+        replace(make_trajectory([1], [7] * 5, reward=reward), reward_metrics={"right": reward, "short": 0.5})
+        for reward in (0.3, 0.1 + 0.2, 0.3, 0.3)
+    ]
+    weights = {"right": 1.0, "short": -0.3} if name == "gdpo" else {}
+    config = Config(algorithm=AlgorithmConfig(advantage=name, gdpo_weights=weights))
+    records = recorded(config, [*rewarded_groups(0), make_group(5, rounded)])
+    rule = rule_of(config)
+    assert rule is not None and list(rule.wrong(records)) == []
+
+
 def test_the_page_on_proof_names_the_estimators_that_are_not_recomputed() -> None:
     page = (REPO_ROOT / "docs/proof.md").read_text().replace("\n", " ")
     (sentence,) = re.findall(r"Not recomputed are [^.]*\.", page)

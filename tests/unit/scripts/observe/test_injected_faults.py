@@ -27,7 +27,9 @@ from rollout.rewards.scoring import RewardScorer, load_scorer
 from rollout.snapshot import LostPromptsError, restore
 from rollout.staleness import StalenessWindow
 from rollout.types import (
+    UNKNOWN,
     Completion,
+    KeptTokens,
     Prompt,
     SamplingParams,
     TokenSequence,
@@ -251,6 +253,17 @@ def test_what_the_stale_policy_takes_out_of_the_loss_is_no_shifted_mask() -> Non
     spans = VersionSpan(0, 1, 0), VersionSpan(1, 3, 3)
     group = make_group(8, [make_trajectory([1], [5, 6, 7], loss_mask=[False, True, True], spans=spans)])
     BatchCheck(Config()).refuse([group], 4)
+
+
+def test_a_token_of_which_nobody_knows_what_it_was_drawn_from_is_no_shifted_mask() -> None:
+    kept = KeptTokens(counts=np.array([2, UNKNOWN, 2], np.int32), token_ids=np.array([5, 8, 7, 8], np.int32))
+    sequence = TokenSequence.of([1, 2], replace(make_completion([5, 6, 7], [3, 3, 3], "stop"), kept=kept))
+    assert sequence.loss_mask.tolist() == [True, False, True]
+    trajectory = replace(make_trajectory([1, 2], [5]), sequences=(sequence,))
+    BatchCheck(Config()).refuse([make_group(8, [trajectory])], 3)
+    shifted = replace(sequence, loss_mask=np.array([False, False, True]))
+    with pytest.raises(BrokenBatchError, match="prompt 8, trajectory 0, token 0 was sampled, and is not in the loss"):
+        BatchCheck(Config()).refuse([make_group(8, [replace(trajectory, sequences=(shifted,))])], 3)
 
 
 def test_a_trajectory_that_is_trained_twice() -> None:

@@ -39,7 +39,7 @@ BY_HAND: dict[str, tuple[PolicyLoss, float, float, float, float, float, bool]] =
     "ppo_clip, bad, ratio 0.85 is inside": (ppo_clip, 0.17, 0.2, -2.0, 1.7, 1.7, False),
     "ppo_clip, bad, ratio 0.75 is clipped at 0.8": (ppo_clip, 0.15, 0.2, -2.0, 1.6, 0.0, True),
     "ppo_clip, bad, ratio 2.9 is free up to c": (ppo_clip, 0.58, 0.2, -2.0, 5.8, 5.8, False),
-    "ppo_clip, bad, ratio 4: dual clip at c": (ppo_clip, 0.8, 0.2, -2.0, 6.0, 0.0, False),
+    "ppo_clip, bad, ratio 4: dual clip at c": (ppo_clip, 0.8, 0.2, -2.0, 6.0, 0.0, True),
     "ppo_clip, good, ratio 4: c plays no part": (ppo_clip, 0.8, 0.2, 2.0, -2.56, 0.0, True),
     "ppo_clip, no advantage": (ppo_clip, 1.0, 0.2, 0.0, 0.0, 0.0, False),
     "cispo, on policy": (cispo, 0.5, 0.5, 1.0, -LOG_HALF, -1.0, False),

@@ -20,6 +20,7 @@ from trainer.loop import SkippedStepsError, TrainLoop
 from trainer.metrics import Last, Max, Sum
 from trainer.supervised.demonstrations import DemonstrationSource, DemonstrationStream, Validator
 from trainer.supervised.recorder import SUPERVISED, OtherConversationsError, SupervisedRecorder
+from trainer.tokens import demonstration_tokens
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, Tracker, read_metrics
 
@@ -76,9 +77,10 @@ def run(workers: Any, recorder: SupervisedRecorder, *, first_step: int = 0, seed
     stream = DemonstrationStream(GROUPS, config.seed)
     recorder.begin(stream.checksum())
     workers.global_steps = first_step
+    size = config.trainer.prompts_per_step
     loop = TrainLoop(
         config=config,
-        buffer=DemonstrationSource(stream, config.trainer.prompts_per_step),
+        buffer=DemonstrationSource(stream, size, first_step, recorder.num_taken(size)),
         workers=workers,
         manager=None,
         evaluate=Validator(workers, GROUPS[:2], config).evaluate,
@@ -128,6 +130,29 @@ def test_a_resumed_run_takes_what_it_would_have_taken_and_its_records_go_on(tmp_
     summary = recorder.write_summary({"too_long": 0})
     assert summary["trained_tokens"] == sum(batch.num_tokens for batch in whole.batches)
     assert json.loads((tmp_path / "summary.json").read_bytes()) == summary
+
+
+def test_a_run_that_goes_on_with_other_batches_takes_each_conversation_once(tmp_path: Path) -> None:
+    whole, recorder, resumed = Workers(due=(1,)), recorder_in(tmp_path), Workers()
+    run(whole, recorder_in(tmp_path), prompts_per_step=4, total_steps=2)
+    recorder.restore(whole.states[0], 1, SetAside(tmp_path, 1))
+    run(resumed, recorder, first_step=1, prompts_per_step=2, total_steps=3)
+    taken = [whole.batches[0], *resumed.batches]
+    learned = [part.tokens.targets for batch in taken for part in batch.micro_batches[0]]
+    assert sorted(np.concatenate(learned)) == sorted(demonstration_tokens(GROUPS).targets)
+    epochs = {one["step"]: one["sft/epoch"] for one in read_metrics(tmp_path / METRICS_FILE) if "sft/epoch" in one}
+    assert epochs == {1: 0.5, 2: 0.75, 3: 1.0}
+
+
+def test_a_checkpoint_that_does_not_say_what_was_taken_goes_on_by_its_steps(tmp_path: Path) -> None:
+    whole, recorder = Workers(due=(2,)), recorder_in(tmp_path)
+    run(whole, recorder_in(tmp_path))
+    state = json.loads(whole.states[0])
+    assert state.pop("taken") == 6
+    recorder.restore(json.dumps(state).encode(), 2, SetAside(tmp_path, 2))
+    run(resumed := Workers(), recorder, first_step=2)
+    for ours, theirs in zip(resumed.batches, whole.batches[2:], strict=True):
+        assert np.array_equal(ours.micro_batches[0][0].input_ids, theirs.micro_batches[0][0].input_ids)
 
 
 def test_a_run_on_other_conversations_or_another_seed_does_not_go_on(tmp_path: Path) -> None:

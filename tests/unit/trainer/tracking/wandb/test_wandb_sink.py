@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import pytest
 
 from configs.schema import WandbConfig, WandbMode
 from tests.support.recordings import example_advantages, example_groups
+from trainer.supervised.demonstrations import Validation
+from trainer.supervised.recorder import SupervisedRecorder
+from trainer.tracking.console import PlainConsole
 from trainer.tracking.samples import HISTOGRAMS, Sampler
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 from trainer.tracking.wandb import sink as wandb_sink
@@ -164,6 +168,18 @@ def test_a_resumed_run_goes_on_under_its_id_and_logs_no_step_twice(scene: Scene)
     assert len(set(ids)) == 1 and len(ids) == 4 and ids[0][1] == "allow" and scene.said == []
     sent = [(record["global_steps"], "eval/accuracy" in record) for record in scene.run.logged]
     assert sent == [(0, True), (1, False), (2, False), (3, False), (2, True), (4, False), (5, False), (4, True)]
+
+
+def test_the_validations_of_a_supervised_run_come_after_the_step_that_they_are_of(scene: Scene) -> None:
+    tracker = scene.start()
+    recorder = SupervisedRecorder(scene.run_dir, tracker, PlainConsole(3, StringIO()))
+    recorder.record_evaluation(0, Validation(3.0, 40, (0,)))
+    for step in (1, 2):
+        recorder.record_step(step, {"timing_s/step": 1.0, "timing_s/elapsed": 1.0, "perf/trained_tokens": 9.0}, [], [])
+    recorder.record_evaluation(2, Validation(1.5, 40, (2,)))
+    tracker.close(0)
+    sent = [(record["global_steps"], record.get("eval/ce_loss")) for record in scene.run.logged]
+    assert sent == [(0, 3.0), (1, None), (2, None), (2, 1.5)] and scene.said == []
 
 
 def test_a_run_that_continues_another_folder_names_it_and_is_in_its_group(tmp_path: Path, scene: Scene) -> None:

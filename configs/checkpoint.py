@@ -17,8 +17,11 @@ LATEST = "latest"
 """The link beside run folders to the one of the newest run."""
 INITIAL_MODEL = "initial_model"
 """Folder of the run folder with the policy before the first step, where it was warmed up."""
-EXPORTED_MODEL = "exported_model"
-"""Folder of the run folder with the policy before the first step, where model.path is a checkpoint."""
+EXPORTED_MODEL, EXPORTED_TEACHER = "exported_model", "exported_teacher"
+"""Folders of the run folder with the policy before the first step and with the teacher, where model.path and
+teacher.path are runs or checkpoints."""
+EXPORTED_FROM = "exported_from.txt"
+"""In these folders: what the key named. It is written last."""
 FLEET_SOCKET = "fleet.sock"
 """In a run folder, while the run trains: the socket at which `scripts.fleet` reaches it."""
 MARKER = "COMPLETE.json"
@@ -57,6 +60,12 @@ def read_config(path: Path) -> "DictConfig":
     if not isinstance(config, DictConfig):
         raise UnreadableConfigError(f"{path} is no config")
     return config
+
+
+def has_kept(folder: Path, path: str) -> bool:
+    """Return whether a run has kept in `folder` what it began with, under the name `path`."""
+    source = folder / EXPORTED_FROM
+    return source.is_file() and source.read_text() == path
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from configs.checkpoint import CHECKPOINTS, CONFIG_FILE, EXPORTED_MODEL, UnreadableConfigError, read_config
+from configs.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EXPORTED_MODEL,
+    EXPORTED_TEACHER,
+    UnreadableConfigError,
+    has_kept,
+    read_config,
+)
 from configs.model import LoraConfig
 from configs.schema import Config
 from configs.validate import ConfigError
@@ -86,12 +94,13 @@ def _refuse_itself(config: Config, checkpoint: Checkpoint, run_dir: Path) -> Non
     """Raise ConfigError for a reference or a teacher that would be the newest checkpoint of the run that goes on, as
     where the same command line is given again and runs/latest leads to the run itself by now."""
     run = checkpoint.path.parents[1]
-    has_kept = run == run_dir and (run_dir / EXPORTED_MODEL).is_dir()
-    for key, path, what, is_used in (
-        ("model.path", config.model.path, "the reference of the KL", config.algorithm.needs_reference and not has_kept),
-        ("teacher.path", config.teacher.path, "the teacher", True),
+    for key, path, folder, what, is_used in (
+        ("model.path", config.model.path, EXPORTED_MODEL, "the reference of the KL", config.algorithm.needs_reference),
+        ("teacher.path", config.teacher.path, EXPORTED_TEACHER, "the teacher", True),
     ):
-        if is_used and path is not None and _path(path) == run.resolve():
+        if not is_used or path is None or (run == run_dir and has_kept(run_dir / folder, path)):
+            continue
+        if _path(path) == run.resolve():
             problem = f"{what} would be what it has learned so far"
             raise ConfigError(f"{key}={path}: is the run that goes on here, {run}: {problem}{_said_before(run, key)}")
 

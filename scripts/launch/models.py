@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.checkpoint import EXPORTED_MODEL, is_checkpoint
+from configs.checkpoint import EXPORTED_FROM, EXPORTED_MODEL, has_kept, is_checkpoint
 from configs.data import Generated
 from configs.mixture import longest_source, sources_of
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraServing
@@ -103,21 +103,26 @@ def adapter_spec(config: Config, device: str, model_path: str) -> EngineSpec:
 
 async def boot_model(config: Config, run_dir: Path, *, goes_on: bool = False) -> str:
     """Return the folder or hub name that engines load: the policy, or for the tiny model an untrained one of its
-    shape.
-
-    Args:
-        goes_on: the run goes on in its folder. A checkpoint that it began with is taken from there, because the run
-            that model.path names may have newer ones, and would be another reference.
-    """
+    shape. `goes_on`: as in `exported_once`."""
     if config.model.kind is ModelKind.tiny:
         return await made(config, run_dir / "untrained_model", untrained_tiny_model, config)
     assert config.model.path is not None
-    if not is_checkpoint(Path(config.model.path).expanduser()):
-        return config.model.path
-    folder = run_dir / EXPORTED_MODEL  # is whole where it exists
-    if goes_on and folder.is_dir():
+    return await exported_once(config, run_dir / EXPORTED_MODEL, "model.path", config.model.path, goes_on=goes_on)
+
+
+async def exported_once(config: Config, folder: Path, key: str, path: str, *, goes_on: bool) -> str:
+    """Return what transformers and vLLM load for the model that `key` names: `path` itself, or `folder`, into which a
+    checkpoint of this project is exported.
+
+    Args:
+        goes_on: the run goes on in its folder, and takes what it began with. The run that `path` names may have newer
+            checkpoints by now, and would be another reference or teacher.
+    """
+    if not is_checkpoint(Path(path).expanduser()):
+        return path
+    if goes_on and has_kept(folder, path):
         return str(folder)
-    return await made(config, folder, exported, "model.path", config.model.path)
+    return await made(config, folder, exported, key, path)
 
 
 async def made(config: Config, folder: Path, make: Callable[..., str], *arguments: Any) -> str:
@@ -180,6 +185,7 @@ def exported(key: str, path: str, folder: Path) -> str:
 
     try:
         export_hf(checkpoint_at(Path(path).expanduser()), folder, torch.float32)
+        (folder / EXPORTED_FROM).write_text(path)
     except CheckpointError as error:
         raise ConfigError(f"{key}={path}: {error}") from error
     return str(folder)

@@ -133,7 +133,7 @@ class Starter:
         await check_nodes(config, self.device, self.run_dir, console.message)
         goes_on = self.resumed is not None and self.run_dir in self.resumed.checkpoint.path.parents
         boot_path = await boot_model(config, self.run_dir, goes_on=goes_on)
-        teacher_path = await teacher_model(config, self.run_dir, boot_path)
+        teacher_path = await teacher_model(config, self.run_dir, boot_path, goes_on=goes_on)
         boot_path, spec = await self._choose_weights(boot_path)
         starter = self._replica_starter(spec, placement)
         replicas = starter.create_first(placement.replicas)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup
 
-from configs.checkpoint import is_checkpoint
+from configs.checkpoint import EXPORTED_TEACHER
 from configs.mixture import longest_source
 from configs.runtime.deadline import within
 from configs.schema import Config
@@ -27,7 +27,7 @@ from rollout.router import max_inflight
 from rollout.teacher.teacher import Teacher
 from rollout.types import FloatArray, IntArray
 from scripts.launch.driver import largest_group, make_monitor_and_operator
-from scripts.launch.models import exported, made
+from scripts.launch.models import exported_once
 from scripts.launch.nodes import driver_task
 from scripts.launch.replicas import ReplicaStarter
 from trainer.tracking.console import Console
@@ -110,14 +110,20 @@ def teacher_spec(config: Config, device: str, path: str) -> EngineSpec:
     )
 
 
-async def teacher_model(config: Config, run_dir: Path, student: str) -> str | None:
-    """Return the folder or hub name of the teacher's model; None where there is no teacher. `student`: the policy's
-    model. Raises ConfigError where their tokenizers differ."""
-    path = config.teacher.path
-    if path is None:
+async def teacher_model(config: Config, run_dir: Path, student: str, *, goes_on: bool) -> str | None:
+    """Return the folder or hub name of the teacher's model; None where there is no teacher.
+
+    Args:
+        student: the policy's model.
+        goes_on: as in `exported_once`.
+
+    Raises:
+        ConfigError: Their tokenizers differ.
+    """
+    if config.teacher.path is None:
         return None
-    if is_checkpoint(Path(path).expanduser()):
-        path = await made(config, run_dir / "exported_teacher", exported, "teacher.path", path)
+    folder = run_dir / EXPORTED_TEACHER
+    path = await exported_once(config, folder, "teacher.path", config.teacher.path, goes_on=goes_on)
     timeout_s = config.rollout.start_timeout_s
     async with within(timeout_s, "rollout.start_timeout_s", "comparing the tokenizers of teacher and policy"):
         task = driver_task(carries_errors(_compare_tokenizers), config)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.checkpoint import EXPORTED_MODEL
+from configs.checkpoint import EXPORTED_FROM, EXPORTED_MODEL, EXPORTED_TEACHER
 from configs.model import LoraConfig, ModelConfig
 from configs.schema import Config, TrainerConfig
 from configs.validate import ConfigError
@@ -259,12 +259,20 @@ def test_one_checkpoint_of_the_run_may_be_its_teacher_or_reference(
     assert found is not None and found.global_steps == 40
 
 
-def test_a_run_that_has_kept_its_first_policy_goes_on_with_it_as_its_reference(
+def test_a_run_that_has_kept_its_first_policy_and_its_teacher_goes_on_with_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "mine"
     save(run_dir, 20)
-    (run_dir / EXPORTED_MODEL).mkdir()
-    config = changed(Config(), resume="auto", model__path="runs/mine", algorithm__kl_loss_coef=0.1)
+    (tmp_path / "runs" / "latest").symlink_to("mine")
+    for name in (EXPORTED_MODEL, EXPORTED_TEACHER):
+        (run_dir / name).mkdir()
+        (run_dir / name / EXPORTED_FROM).write_text("runs/latest")
+    keys = {"model__path": "runs/latest", "teacher__path": "runs/latest", "algorithm__kl_loss_coef": 0.1}
+    config = changed(Config(), resume="auto", **keys)
     assert find_checkpoint(config, run_dir, lambda told: None) is not None
+    with pytest.raises(ConfigError, match=f"runs/mine: is the run that goes on here, {run_dir}"):
+        find_checkpoint(
+            changed(Config(), resume="auto", **keys | {"teacher__path": "runs/mine"}), run_dir, lambda told: None
+        )

@@ -36,13 +36,26 @@ class SlowWarmUp:
         return steps()
 
 
-def test_a_run_that_goes_on_keeps_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
-    """The run of model.path may have newer ones by now, and with runs/latest it is the run itself."""
-    run_dir, other = tmp_path / "mine", tmp_path / "other"
-    (other / "checkpoints").mkdir(parents=True)
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("named", ["mine", "other"])
+def test_a_run_that_goes_on_keeps_the_checkpoint_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, goes_on: bool
+) -> None:
+    """The run of model.path may have newer ones by now. Another model.path is another reference."""
+    run_dir, path = tmp_path / "run", tmp_path / named
+    (path / "checkpoints").mkdir(parents=True)
     (run_dir / "exported_model").mkdir(parents=True)
-    config = changed(Config(), model__kind=ModelKind.hf, model__path=str(other))
-    assert asyncio.run(models.boot_model(config, run_dir, goes_on=True)) == str(run_dir / "exported_model")
+    (run_dir / "exported_model" / "exported_from.txt").write_text(str(tmp_path / "mine"))
+    made = list[str]()
+
+    async def make(config: Config, folder: Path, exported: Any, key: str, path: str) -> str:
+        made.append(path)
+        return str(folder)
+
+    monkeypatch.setattr(models, "made", make)
+    config = changed(Config(), model__kind=ModelKind.hf, model__path=str(path))
+    assert asyncio.run(models.boot_model(config, run_dir, goes_on=goes_on)) == str(run_dir / "exported_model")
+    assert made == ([] if goes_on and named == "mine" else [str(path)])
 
 
 @pytest.mark.parametrize(("timeout_s", "is_made"), [(3600.0, True), (660.0, False)])

@@ -1,6 +1,9 @@
 # Needs Python 3.11+, make and a C compiler; everything else goes into .venv. `make help` lists the targets.
 PYTHON ?= python3
 export PYTHON
+# Some systems have bash as /bin/sh, which would expand the braces of ARGS="data.sources.a={weight:2,loss_coef:1}".
+SHELL := bash
+.SHELLFLAGS := +B -c
 
 VENV  := .venv
 PY    := $(VENV)/bin/python

@@ -31,7 +31,7 @@ MARKER = "COMPLETE.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
     every: int = 20
-    """Optimizer steps between checkpoints, each saved with the next update; one follows the last step. 0: none."""
+    """Steps between checkpoints, each saved with the next update; one follows the last step. 0: none."""
     keep_last: int = 2
     """The number of newest checkpoints that are kept."""
     keep_every: int | None = None

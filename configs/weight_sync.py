@@ -76,7 +76,7 @@ class PauseMode(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
     interval: int = 1
-    """Optimizer steps between updates of the replicas; divides trainer.total_steps."""
+    """Steps between updates of the replicas; divides trainer.total_steps."""
     transport: Transport = Transport.shared_memory
     """Transport of the weights: shared_memory, collective, cuda_ipc, filesystem, or vllm:NAME, which also sets
     weight_sync.vllm_backend (vllm:nccl, vllm:nccl_m2n, vllm:ipc, vllm:sparse_nccl, or a name that a plugin of vLLM

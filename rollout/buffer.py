@@ -164,7 +164,7 @@ class TrajectoryBuffer:
             lacking = self.ledger.lacking(global_steps)
             whose = f"it waits for groups of {', '.join(lacking)} (data.sources); " if lacking else ""
             raise TimeoutError(
-                f"no batch for optimizer step {global_steps} within trainer.batch_timeout_s="
+                f"no batch for step {global_steps + 1} within trainer.batch_timeout_s="
                 f"{self.batch_timeout_s}: {whose}{self.ledger.num_in_flight} groups in flight, "
                 f"{self.ledger.num_ready} ready, {self.ledger.num_free} slots free"
             ) from None

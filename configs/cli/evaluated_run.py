@@ -15,7 +15,7 @@ from configs.load import one_line
 from configs.named_agents import NAMED_AGENTS
 from configs.validate import ConfigError
 
-TAKEN = ("seed", "device", "gpu_share", "model", "data", "rollout", "evaluation", "ray")
+TAKEN = ("seed", "device", "gpu_share", "model", "data", "rollout", "sessions", "sandbox", "evaluation", "ray")
 """The parts of a run's config that its evaluation takes over."""
 RECIPE = "run"
 
@@ -45,12 +45,13 @@ def expand_folder(arguments: Sequence[str]) -> list[str]:
 
 def _refuse_command_of_folder(content: Mapping[str, Any], arguments: Sequence[str]) -> None:
     """Raises ConfigError where the evaluation would run a command that only the folder names, be it one of the shell,
-    that of a server, or a named agent, which does what the model says: a run folder that somebody sent may hold any."""
+    that of a server, the Python of Harbor's sandboxes, or a named agent, which does what the model says: a run folder
+    that somebody sent may hold any."""
     sources = (content.get("data") or {}).get("sources") or {}
     sections = {"rollout": content.get("rollout") or {}}
     for name, entry in sources.items():
         sections[f"data.sources.{name}.rollout"] = (entry.get("rollout") if isinstance(entry, Mapping) else None) or {}
-    commands: dict[str, Any] = {}
+    commands: dict[str, Any] = {"sandbox.harbor_python": (content.get("sandbox") or {}).get("harbor_python")}
     for section, rollout in sections.items():
         commands[f"{section}.agent_command"] = rollout.get("agent_command")
         commands[f"{section}.agent"] = agent if (agent := rollout.get("agent")) in NAMED_AGENTS else None

@@ -1,4 +1,4 @@
-"""The script install.sh says what it does, here with a pip that installs nothing."""
+"""The script install.sh says what it does, here with a pip that installs nothing; and make passes ARGS on."""
 
 import shutil
 import subprocess
@@ -79,3 +79,14 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     old.chmod(0o755)
     done = install(tmp_path, PYTHON=str(old))
     assert done.returncode == 1 and "is Python 3.10.4" in done.stderr and not (tmp_path / ".venv").exists()
+
+
+def test_make_passes_the_braces_of_args_on_where_bash_is_the_shell(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "constraints.txt", "scripts/install.sh", "stamp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    given = "algorithm.rejections={token_k1:[0.5,2],seq_mean_k1:[0.99,1.01]}"
+    words = ["make", "-f", ROOT / "Makefile", "train", "SHELL=bash", "PY=echo", "STAMP=stamp", f"ARGS={given}"]
+    env = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == f"-m scripts.train {given}\n", done.stderr

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from configs.cli.compose import compose_job
 from configs.cli.evaluated_run import expand_folder
 from configs.load import load
+from configs.sandbox import SandboxBackend
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
 from tests.support.compose import resolve
@@ -41,6 +42,14 @@ def test_a_run_is_evaluated_as_it_was_configured_and_overrides_go_first(run: Pat
     assert changed.rollout.reward == "0.5*gsm8k"
 
 
+def test_episodes_are_evaluated_in_the_sessions_and_sandboxes_in_which_they_were_trained(run: Path) -> None:
+    trained = (*OVERRIDES, "sessions.max_turns=8", "sandbox.backend=docker", "sandbox.image=mine")
+    OmegaConf.save(compose_job("train", trained).config, run / "config.yaml", resolve=True)
+    config = evaluation_of(run, "sandbox.image=other")
+    assert (config.sessions, config.sandbox.backend) == (resolve(*trained).sessions, SandboxBackend.docker)
+    assert (config.sessions.max_turns, config.sandbox.image) == (8, "other")
+
+
 def test_a_run_without_a_held_out_set_is_evaluated_on_files_that_are_named(run: Path) -> None:
     OmegaConf.save(compose_job("train", (*OVERRIDES, "data.val_files=none")).config, run / "config.yaml", resolve=True)
     with pytest.raises(ConfigError, match=r"data\.val_files=none: names nothing to evaluate: must be files, or null"):
@@ -62,6 +71,7 @@ COMMANDS = [
     ("data.sources.a.rollout.agent_command", "+data.sources.a.rollout.agent_command=\"sh -c 'id > PWNED'\""),
     ("rollout.agent", "rollout.agent=codex"),
     ("rollout.agent_args.server.command", "+rollout.agent_args.server.command=[sh,-c,id]"),
+    ("sandbox.harbor_python", "sandbox.harbor_python=/tmp/id"),
 ]
 
 

@@ -12,6 +12,8 @@
   writes them into a copy that nobody reads: it divides logits by whatever the memory held before.
 - Rotary embeddings of tensors with a dimension for heads are right. vLLM's kernel for CPUs takes such a tensor for one
   head; only multi-head latent attention calls it so. Its tokens would depend on what else is in the batch.
+- Layers of int8 compute in float32, too, where the processor has AMX: vLLM looks at the weights only, and would take a
+  kernel that reads half precision.
 - Layers of quantized weights may have adapters. vLLM asks where the weights are to put A and B there, and those that
   oneDNN has repacked are nowhere.
 """
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import vllm._custom_ops as vllm_ops
 from vllm.lora.layers import base_linear
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as int8_layers
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -44,6 +47,7 @@ ACTIVATIONS = {
 def change_vllm() -> None:
     vllm_ops._supports_onednn = False  # of quantized layers, too
     _keep_weights_of_linear_layers()
+    _keep_float32_from_amx()
     _keep_weights_of_experts()
     say_routes()
     rejection_sampler.expand_batch_to_tokens = expanded
@@ -71,6 +75,16 @@ def _keep_weights_of_linear_layers() -> None:
             original(layer, remove_weight)
 
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _keep_float32_from_amx() -> None:
+    original = int8_layers.check_cpu_sgl_kernel  # pyright: ignore[reportPrivateImportUsage]
+
+    def check(n: int, k: int, dtype: torch.dtype) -> bool:
+        is_half = torch.get_default_dtype().itemsize == 2  # the default while a model is loaded is what it computes in
+        return is_half and original(n, k, dtype)
+
+    int8_layers.check_cpu_sgl_kernel = check
 
 
 def _keep_weights_of_experts() -> None:

@@ -78,13 +78,14 @@ def _keep_weights_of_linear_layers() -> None:
 
 
 def _keep_float32_from_amx() -> None:
-    original = int8_layers.check_cpu_sgl_kernel  # pyright: ignore[reportPrivateImportUsage]
+    layers: Any = int8_layers  # whose name this is by an import only
+    original = layers.check_cpu_sgl_kernel
 
     def check(n: int, k: int, dtype: torch.dtype) -> bool:
         is_half = torch.get_default_dtype().itemsize == 2  # the default while a model is loaded is what it computes in
         return is_half and original(n, k, dtype)
 
-    int8_layers.check_cpu_sgl_kernel = check
+    layers.check_cpu_sgl_kernel = check
 
 
 def _keep_weights_of_experts() -> None:

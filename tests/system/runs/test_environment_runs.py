@@ -15,7 +15,7 @@ RUN = [
     *("model=chat", "device=cpu", "model.warmup_steps=60", f"trainer.total_steps={STEPS}", "trainer.eval_every=0"),
     *("data.generated=calculator", 'data.prompt_template="{question}"', "data.chat_template=true"),
     *("data.num_train=200", "data.num_val=4", "trainer.prompts_per_step=2", "rollout.max_num_seqs=16"),
-    *("rollout.max_failed_rewards=0.9", "rollout.agent_args.max_turns=3", "rollout.agent_args.max_turn_tokens=48"),
+    *("rollout.max_failed_rewards=1", "rollout.agent_args.max_turns=3", "rollout.agent_args.max_turn_tokens=48"),
 ]
 HOUSE = """
 from itertools import count

@@ -121,7 +121,8 @@ def test_a_harness_hears_the_recorded_answers_after_its_run_was_killed(
     assert max(map(len, replayed.values()), default=0) >= CHANCE, f"none heard its first answers again: {replayed}"
     records = {f"{record['ordinal']}-{record['index']}": record for step in trained(second) for record in step}
     for episode, text in replayed.items():
-        assert not text or records[episode]["response"].startswith(SPECIAL.sub("", after[episode][0][1]))
+        readable, _, _ = after[episode][0][1].partition("\ufffd")  # beside a control token, bytes may be a character
+        assert not text or records[episode]["response"].startswith(SPECIAL.sub("", readable))
 
 
 def common(before: Sequence[tuple[str, str]], after: Sequence[tuple[str, str]]) -> str:

@@ -39,7 +39,7 @@ TESTS = "tests"
 BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
 FILE = "/work/program.py"
 MARKER_BYTES = 34
-"""What stands around the value of a call: two newlines and the marker."""
+"""The size of two newlines and a marker, which stand around the value of a call."""
 
 
 @dataclass(frozen=True, slots=True)

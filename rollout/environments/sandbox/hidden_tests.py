@@ -38,8 +38,8 @@ from rollout.types import Prompt
 TESTS = "tests"
 BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
 FILE = "/work/program.py"
-MARKER_BYTES = 34
-"""The size of two newlines and a marker, which stand around the value of a call."""
+MARKER_BYTES = 66
+"""The size of two newlines and two markers, which stand around the value of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +191,15 @@ def _unlimited(outcome: Outcome, passed: int) -> int:
 
 
 def with_calls(program: str, calls: Sequence[str], marker: str) -> str:
-    """Return a program that also prints what the calls give, each on a line of its own after the marker. The program
-    and the calls may print, too."""
-    return "\n".join([program, *(f"print('\\n{marker}' + repr({call}))" for call in calls)])
+    """Return a program that also prints what the calls give, each from the beginning of a line between two markers. The
+    program and the calls may print, too."""
+    return "\n".join([program, *(f"print('\\n{marker}' + repr({call}) + '{marker}')" for call in calls)])
 
 
 def values_of(outcome: Outcome, marker: str) -> list[str]:
     """Return what the calls gave, as far as the program came."""
-    lines = outcome.stdout.decode(errors="replace").splitlines()
-    return [line.removeprefix(marker) for line in lines if line.startswith(marker)]
+    printed, mark = outcome.stdout.decode(errors="replace"), re.escape(marker)
+    return re.findall(rf"^{mark}(.*?){mark}$", printed, re.MULTILINE | re.DOTALL)  # a repr may have several lines
 
 
 def _lines(text: bytes) -> list[str]:

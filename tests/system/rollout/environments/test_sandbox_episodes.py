@@ -118,6 +118,12 @@ IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
         ("no program", [{"input": "", "output": "no program"}], 0.0, 0.0),
         ("for n in range(int(input())): print(n)", [{"input": "200000\n", "output": LONG}], 1.0, 0.0),
         ("for n in range(199999): print(n)\nprint()", [{"input": "", "output": LONG}], 0.0, 0.0),
+        (
+            "class Two:\n  def __repr__(self): return 'a\\n b\\x0c'\nprint('a')",
+            [{"call": "Two()", "output": "a\n b\x0c"}, {"call": "print(1)", "output": "None"}],
+            1.0,
+            0.0,
+        ),
         ("text = 'x' * 2**20", [{"call": "text", "output": repr("x" * 2**20)}] * 2, 1.0, 0.0),
         (
             "f = open('/work/big', 'wb')\nwhile f.write(bytes(1 << 20)): pass",

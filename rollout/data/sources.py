@@ -1,6 +1,7 @@
 """Iterates over the records of JSON and parquet files, folders saved by `datasets`, and hub data sets."""
 
 import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,13 +115,14 @@ def _parquet(path: Path, columns: Collection[str] | None) -> Iterator[Record]:
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            known = file.schema_arrow.names
-            for batch in file.iter_batches(
-                columns=known if columns is None else [*filter(columns.__contains__, known)]
-            ):
+            wanted = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            twice = next((name for name, count in Counter(wanted).items() if count > 1), None)
+            for batch in file.iter_batches(columns=wanted) if twice is None else ():
                 yield from columnar(batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a date of the year 10000
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
+    if twice is not None:
+        raise DataError(f"{path}: has several columns {twice!r}, of which a row can have one only")
 
 
 def _data_set(source: DataSource) -> Any:

@@ -88,9 +88,10 @@ class GymnasiumEnvironment:
 
 
 def read_seed(prompt: Prompt) -> int:
-    """Return the seed of the world: the row's column `seed`, else the prompt's place in the stream. A group shares
-    it."""
-    return int(prompt.extra.get("seed", prompt.ordinal))
+    """Return the seed of the world: the row's column `seed`, else the prompt's place in the stream. A group shares it.
+    A row without one has null there, where other rows of a parquet file have one."""
+    seed = prompt.extra.get("seed")
+    return prompt.ordinal if seed is None else int(seed)
 
 
 def as_text(observation: Any) -> str:

@@ -63,7 +63,12 @@ class LegacyEnvironment:
             raise ValueError(f"data.train_files={self._name}@{split}: the splits are {', '.join(SPLITS)}")
         environment = self._environment
         data = environment.get_eval_dataset() if split == "eval" else environment.get_dataset()
-        return [(row["prompt"], str(row.get("answer") or ""), row) for row in data.to_list()]
+        return [(row["prompt"], _answer(row), row) for row in data.to_list()]
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    answer = row.get("answer")
+    return "" if answer is None else str(answer)  # 0 is an answer
 
 
 def _input(task: HarnessTask) -> dict[str, Any]:

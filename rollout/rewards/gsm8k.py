@@ -31,6 +31,7 @@ MARKUP = r"(?:[\s*_`]|\\(?:boxed|fbox)\{|\\[(\[]|\\?\$)*"
 MARKED_NUMBER = re.compile(rf"####{MARKUP}([+{MINUS}]?\\?\$?{NUMBER})")
 ANY_NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z])[{MINUS}]\\?\$?)?{NUMBER}")
 """A number, whatever stands around it. In "12-3" and "x-3" the minus is an operator."""
+OF_NUMBERS = "0123456789,.$\\-\N{MINUS SIGN}"
 TAIL_CHARS = 300
 """The part at the end of the response that is searched: `####` early in a long response is not the answer."""
 
@@ -38,12 +39,21 @@ TAIL_CHARS = 300
 def gsm8k(prompt: Prompt, text: str) -> RewardResult:
     """Score the strict form: the answer must follow `####`. Commas, a dollar sign, markup and trailing zeros are
     ignored."""
-    return _score(prompt, MARKED_NUMBER.findall(text[-TAIL_CHARS:]))
+    return _score(prompt, [number[1] for number in _at_the_end(MARKED_NUMBER, text)])
 
 
 def gsm8k_flexible(prompt: Prompt, text: str) -> RewardResult:
     """Score the flexible form: the last number is the answer, marked or not."""
-    return _score(prompt, ANY_NUMBER.findall(text[-TAIL_CHARS:]))
+    return _score(prompt, [number[0] for number in _at_the_end(ANY_NUMBER, text)])
+
+
+def _at_the_end(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Return what a pattern matches in the last TAIL_CHARS. A number in which these begin is read as a whole: a part of
+    it is another number."""
+    border = start = max(0, len(text) - TAIL_CHARS)
+    while start and text[start - 1] in OF_NUMBERS:
+        start -= 1
+    return [match for match in pattern.finditer(text, start) if match.end() > border]
 
 
 def _score(prompt: Prompt, numbers: list[str]) -> RewardResult:

@@ -30,14 +30,24 @@ def prepare_process() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _forms(ground_truth: str) -> tuple[str, ...]:
+    """Return the ground truth and, where it has a percent sign, the same with and without the backslash that LaTeX
+    wants before it: math-verify compares percentages in a box as texts."""
+    bare = ground_truth.replace("\\%", "%")
+    return tuple(dict.fromkeys((ground_truth, bare, bare.replace("%", "\\%"))))
+
+
 def math_verify(prompt: Prompt, text: str) -> RewardResult:
     """Reward 1 when the last answer of the response equals the reference as a number, expression, set or interval.
     Raises UnreadableReferenceError."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # math-verify's own time limits are off: they use signals, which do not interrupt C code.
-    boxed = f"\\boxed{{{prompt.ground_truth}}}"
-    reference = parse(boxed, [LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    reference = [
+        part
+        for form in _forms(prompt.ground_truth)
+        for part in parse(f"\\boxed{{{form}}}", [LatexExtractionConfig()], parsing_timeout=None)  # pyright: ignore
+    ]
     if not reference:
         raise UnreadableReferenceError(f"math-verify cannot read the ground truth {prompt.ground_truth!r}")
     try:

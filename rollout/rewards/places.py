@@ -15,7 +15,7 @@ from configs.schema import RolloutConfig
 from rollout.rewards.base import Reward, RewardResult, read_checksum
 from rollout.rewards.math_verify import GIVEN_UP
 from rollout.rewards.outcome import Answer, Raised
-from rollout.rewards.pool import RewardPool
+from rollout.rewards.pool import NotStartedError, RewardPool
 from rollout.rewards.registry import find_reward
 from rollout.types import Prompt
 
@@ -86,7 +86,8 @@ class Processes:
 
     pool: RewardPool
     when_lost: RewardResult | None = None
-    """The result of a response that costs a process. None: the reward has failed."""
+    """The result of a response that costs a process. None: the reward has failed, as it has where its process does not
+    start."""
     losses: list[Exception] | None = None
     """Why processes were lost to the group so far. None: each call is a group."""
 
@@ -99,7 +100,8 @@ class Processes:
             return await self.pool.score(prompt, text, losses)
         own_losses: list[Exception] = []
         outcome = await self.pool.score(prompt, text, own_losses)
-        return self.when_lost if own_losses else outcome
+        is_its_fault = any(not isinstance(loss, NotStartedError) for loss in own_losses)
+        return self.when_lost if is_its_fault else outcome
 
     def for_group(self) -> "Processes":
         return replace(self, losses=[])

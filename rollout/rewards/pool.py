@@ -42,6 +42,10 @@ class RewardProcessError(RuntimeError):
     """A reward has ended its process, or cannot be loaded in one."""
 
 
+class NotStartedError(RewardProcessError):
+    """The process of a reward cannot load it, or has not come to a response: that is no fault of the response."""
+
+
 class RewardPool:
     """The processes of one reward. All start with the first response, and end with the event loop.
 
@@ -85,12 +89,14 @@ class RewardPool:
                     kill_group(death.pid)  # what the reward had started
                 code = 0 if death.exitcode == EXIT_0 else death.exitcode
                 raise RewardProcessError(f"ended its process: {ending(code)}") from None
+            except NotStartedError:
+                raise
             except RuntimeError:
                 continue  # pebble has given the pool up: a process died that was idle or starting, and had no response
             if isinstance(result, str):
-                raise RewardProcessError(f"cannot be loaded: {result}")
+                raise NotStartedError(f"cannot be loaded: {result}")
             return result
-        raise RewardProcessError("ended its process before it took a response")
+        raise NotStartedError("ended its process before it took a response")
 
     async def _in_process(self, response: bytes) -> RewardResult | str:
         pool = self._running_pool()
@@ -100,7 +106,7 @@ class RewardPool:
             # pebble's own deadline begins when a process has taken the response, and so does not cover its start.
             done, _ = await asyncio.wait([answer], timeout=start_s + self._timeout_s)
             if not done:
-                raise TimeoutError(f"took longer than rollout.start_timeout_s={start_s:g} to start")
+                raise NotStartedError(f"took longer than rollout.start_timeout_s={start_s:g} to start")
         finally:
             answer.cancel()  # has pebble end the process, where somebody has cancelled us
         try:

@@ -10,7 +10,9 @@ import numpy as np
 from configs.cli.arguments import quoted
 from configs.cli.overrides import FREE
 from configs.load import key_docs
+from configs.rewards import parse_reward
 from configs.validate import ConfigError
+from rollout.rewards.base import number_text
 from scripts.api import functions
 from scripts.api.functions import reference, refuse
 
@@ -68,7 +70,7 @@ def _dict_key(key: str, name: object) -> str:
 
 
 def reward_text(reward: Reward) -> str:
-    """Return the value of rollout.reward.
+    """Return the value of rollout.reward. A weight of several counts for each of them.
 
     Example: reward_text([my_reward, (0.1, "format")]) == "my_module:my_reward+0.1*format"
     """
@@ -78,7 +80,11 @@ def reward_text(reward: Reward) -> str:
         case list():
             return "+".join(map(reward_text, reward))
         case (int() | float() | np.number() as weight, term):
-            return f"{text('rollout.reward', weight)}*{reward_text(term)}"
+            try:
+                terms = parse_reward(reward_text(term))
+                return "+".join(f"{number_text(float(weight) * each.weight)}*{each.path}" for each in terms)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
     if callable(reward):
         refuse("rollout.reward", functions.reward, reward)
         return reference("rollout.reward", reward)

@@ -92,7 +92,7 @@ def _text(value: Any) -> str:
         case bool():
             return str(value).lower()
         case int() | float():
-            return f"{value:g}" if isinstance(value, float) else str(value)
+            return repr(value).removesuffix(".0")
         case list():
             return f"[{','.join(map(_text, value))}]"
         case dict():

@@ -17,6 +17,8 @@ NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?!$-]")
 BRACES = re.compile(r"(?P<name>[A-Za-z_]\w*|[0-9@*])(?P<array>\[[@*]\])?(?::?(?P<how>[-=+?])(?P<other>.*))?", re.DOTALL)
 OVERRIDE = re.compile(r"\+{0,2}[A-Za-z_][\w./@-]*=")
 OPENING, CLOSING = re.compile(r"\s*(if|case|for|while|until)\b"), re.compile(r"(^|[;\s])(fi|esac|done)\b")
+ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+REDIRECTION = re.compile(r"[<>]+[&|]?\s*(?:[<>](?=\())?")
 IN_A_LINE = re.compile(r"(?:\b(?:then|else|do)|&&|\|\|)\s+(?:export\s+)?([A-Za-z_]\w*)=")
 """An assignment behind a condition in the same line, which is not read."""
 MARK = "\0"
@@ -52,42 +54,74 @@ class Shell:
     def read(self, text: str) -> None:
         depth = 0
         for line in _logical_lines(text):
-            assignment = ASSIGNMENT.fullmatch(line)
-            if assignment is None:
-                depth += bool(OPENING.match(line)) - len(CLOSING.findall(line))
-                self.doubts |= dict.fromkeys(IN_A_LINE.findall(line), "set in a condition, which is not followed")
-                self._take_commands(line)
-                continue
-            name, more, value = assignment.groups()
-            if depth > 0 and (before := self.arrays.get(name) or self.variables.get(name)):
-                shown = " ".join(before) if isinstance(before, list) else before
-                taken = f"{value.strip()} counts here; before it is {shown.replace(MARK, '')}"
-                self.doubts[name] = f"set again in a condition or a loop: {taken}"
-            if value.startswith("("):
-                words = self.words(value[1:].rpartition(")")[0].replace("\n", " "))
-                self.arrays[name] = [*(self.arrays.get(name, []) if more else []), *words]
-                continue
-            words = self.words(value)
-            self.variables[name] = (self.variables.get(name, "") if more else "") + (words[0] if words else "")
-            if len(words) > 1:  # `NAME=value command ...`, `NAME=value; command ...`
-                self._take_commands(line)
+            is_array = (assignment := ASSIGNMENT.fullmatch(line)) is not None and assignment[3].startswith("(")
+            for statement in [line] if is_array else self._statements(line):
+                depth += self._take_statement(statement, depth)
+
+    def _statements(self, line: str) -> list[str]:
+        """Return the parts of a line between semicolons."""
+        parts, start, position = list[str](), 0, 0
+        while position < len(line):
+            if line[position] == ";":
+                parts.append(line[start:position])
+                start = position = position + 1
+            elif line[position] == "#" and (position == 0 or line[position - 1].isspace()):
+                break
+            else:
+                _, position = self._piece(line, position)
+        return [*parts, line[start:]]
+
+    def _take_statement(self, line: str, depth: int) -> int:
+        """Take an assignment or commands. Return how many conditions and loops it begins, less those that it ends."""
+        assignment = ASSIGNMENT.fullmatch(line)
+        if assignment is None:
+            self._take_commands(line)
+            return bool(OPENING.match(line)) - len(CLOSING.findall(line))
+        name, more, value = assignment.groups()
+        if value.startswith("("):
+            words = self.words(value[1:].rpartition(")")[0].replace("\n", " "))
+            self._doubt(name, value, depth)
+            self.arrays[name] = [*(self.arrays.get(name, []) if more else []), *words]
+            return 0
+        words = self.words(value)
+        others = [ASSIGNED.fullmatch(word) for word in words[1:]]
+        self._doubt(name, value if None in others else words[0] if words else "", depth)
+        self.variables[name] = (self.variables.get(name, "") if more else "") + (words[0] if words else "")
+        if None in others:  # `NAME=value command ...`
+            self._take_commands(line)
+            return 0
+        for other in filter(None, others):  # `NAME=value OTHER=value`
+            self._doubt(other[1], other[2], depth)
+            self.variables[other[1]] = other[2]
+        return 0
+
+    def _doubt(self, name: str, value: str, depth: int) -> None:
+        """Note that a condition or a loop around it decides whether a variable gets this value."""
+        if depth > 0 and (before := self.arrays.get(name) or self.variables.get(name)):
+            shown = " ".join(before) if isinstance(before, list) else before
+            taken = f"{value.strip().replace(MARK, '')} counts here; before it is {shown.replace(MARK, '')}"
+            self.doubts[name] = f"set again in a condition or a loop: {taken}"
 
     def _take_commands(self, line: str) -> None:
+        self.doubts |= dict.fromkeys(IN_A_LINE.findall(line), "set in a condition, which is not followed")
         command: list[str] = []
-        for word in [*self.words(line), ";"]:
+        for word in [*self.words(line, is_command=True), ";"]:
             if word in SEPARATORS:
                 self.commands += [command] if command else []
                 command = []
             else:
                 command.append(word)
 
-    def words(self, line: str) -> list[str]:
-        """Return the words of a line, with the values of variables in them."""
+    def words(self, line: str, *, is_command: bool = False) -> list[str]:
+        """Return the words of a line, with the values of variables in them. Of a command, redirections are left out."""
         words: list[str] = []
         word, position = "", 0
         is_word = False
         while position < len(line):
             character = line[position]
+            if is_command and line.startswith("&>", position):
+                position += 1
+                continue
             if character.isspace() or character in SEPARATORS:
                 words += [word] if is_word else []
                 words += [character] if character in SEPARATORS and not character.isspace() else []
@@ -95,10 +129,24 @@ class Shell:
                 continue
             if character == "#" and not is_word:
                 break
+            if is_command and character in "<>":
+                words += [word] if is_word and not word.isdigit() else []
+                word, is_word, position = "", False, self._redirected(line, position)
+                continue
             piece, position = self._piece(line, position)
             word, is_word = word + piece, True
         words += [word] if is_word else []
         return [inner for each in words for inner in self._spread(each)]
+
+    def _redirected(self, line: str, position: int) -> int:
+        """Return where a redirection ends that begins here: `> file`, `2>&1` without its number, `> >(tee file)`."""
+        operator = REDIRECTION.match(line, position)
+        position = position if operator is None else operator.end()
+        if line.startswith("(", position):
+            return _closing(line, position, "()") + 1
+        while position < len(line) and not line[position].isspace() and line[position] not in f"{SEPARATORS}<>":
+            _, position = self._piece(line, position)
+        return position
 
     def _piece(self, line: str, position: int) -> tuple[str, int]:
         """Return the text of what begins at the position, and where it ends."""
@@ -195,9 +243,7 @@ def unread_words(command: list[str]) -> list[Setting]:
     position = 0
     while position < len(words):
         word, position = words[position], position + 1
-        if re.match(r"[0-9]*&?[<>]", word):  # a redirection, with its file
-            position += word.endswith((">", "<"))
-        elif re.match(r"~\w", word):
+        if re.match(r"~\w", word):
             settings.append(Setting(word, Unread("deletes a setting of theirs, and is not read")))
         elif word.replace(MARK, "") and not OVERRIDE.match(word):
             following = words[position : position + 1]
@@ -236,7 +282,8 @@ def options_of(command: list[str]) -> list[Setting]:
 
 def _values(words: list[str]) -> Iterator[str]:
     for word in words:
-        if word.startswith("--") or word.endswith(".py"):  # a script between the options of its launcher and its own
+        # A script or module stands between the options of its launcher and its own.
+        if word.startswith("--") or word.endswith(".py") or word == "-m":
             return
         yield word
 

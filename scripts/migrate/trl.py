@@ -32,7 +32,8 @@ LOSSES = {
 }
 CORRECTIONS = {"token_truncate": "token_is", "sequence_truncate": "seq_is"}
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "num_generations")
-NEVER = "no"
+NEVER = ("no", False)
+"""The strategy that never evaluates or saves, which YAML and command lines take for false."""
 
 
 def _batch(value: Any, theirs: Theirs) -> Answer:
@@ -78,7 +79,7 @@ def _frequency(switch: str, here: str):
 
 def _strategy(here: str):
     def rule(value: Any, theirs: Theirs) -> Answer:
-        if value == NEVER:
+        if value in NEVER:
             return Here({here: 0}, "0 is never")
         return Covered() if value == "steps" else Nothing(f"{here} counts steps")
 
@@ -122,7 +123,7 @@ def _data_set(value: Any, theirs: Theirs) -> Answer:
     name = f"{value}{f':{config}' if config else ''}"
     held_out = {"data.val_files": f"{name}@{theirs.get('dataset_test_split', 'test')}"}
     return Here(
-        {"data.train_files": f"{name}@{split}"} | (held_out if theirs.get("eval_strategy", NEVER) != NEVER else {})
+        {"data.train_files": f"{name}@{split}"} | (held_out if theirs.get("eval_strategy", False) not in NEVER else {})
     )
 
 

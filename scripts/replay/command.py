@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,8 @@ from trainer.tracking.recorder import ACCURACY, SUMMARY_FILE
 from trainer.tracking.sinks import METRICS_FILE, JsonlSink, write_atomically
 
 REMAX = "remax"
+MOST_NAME_CHARS = 110
+"""The longest beginning of changes that names a folder."""
 OWN = ("steps", "from", "evaluate")
 LEARNED_BY = ("algorithm.", "critic.", "trainer.")
 """The beginnings of the keys that say what is learned from rollouts."""
@@ -105,7 +108,9 @@ def _refuse_unrecorded(algorithm: AlgorithmConfig, before: AlgorithmConfig) -> N
 def replay_folder(run: Run, changes: Sequence[str]) -> Path:
     """Return the folder of a replay, in that of the run. Example: runs/x/replays/algorithm.loss-gspo, without the `=`
     that commands take for a key."""
-    name = re.sub(r"[^\w.+-]+", "-", "-".join(changes)).strip("-.")[:120]
+    name = re.sub(r"[^\w.+-]+", "-", "-".join(changes)).strip("-.")
+    if len(name) > MOST_NAME_CHARS:  # its end may be all in which it differs from another replay's
+        name = f"{name[:MOST_NAME_CHARS]}-{sha256(name.encode()).hexdigest()[:8]}"
     return run.folder / REPLAYS / (name or EXACT)
 
 

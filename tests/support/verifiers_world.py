@@ -35,7 +35,9 @@ def load_environment(kind: str = "right") -> Any:
 
     loads.append(kind)
     functions: dict[str, Any] = {"right": right, "judged": judged, "best": best}
-    rows = [{"prompt": [{"role": "user", "content": f"{n} times 7?"}], "answer": str(7 * n)} for n in (6, 8)]
+    number: Any = int if kind == "numbers" else str
+    first = 0 if kind == "numbers" else 6
+    rows = [{"prompt": [{"role": "user", "content": f"{n} times 7?"}], "answer": number(7 * n)} for n in (first, 8)]
     info = [{**row, "example_id": number, "info": {"level": 1}} for number, row in enumerate(rows)]
     return Again(
         dataset=Dataset.from_list(info),

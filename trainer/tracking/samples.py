@@ -153,16 +153,27 @@ def histogram(values: NDArray[np.generic]) -> Histogram | None:
     if not len(numbers):
         return None
     low, high = float(numbers.min()), float(numbers.max())
-    if np.issubdtype(values.dtype, np.integer) and high - low < MAX_BINS:
-        counts, edges = np.histogram(numbers, np.arange(low - 0.5, high + 1))
-    else:
-        counts, edges = np.histogram(numbers, MAX_BINS)
-    return Histogram(
-        counts=tuple(counts.tolist()),
-        edges=tuple(edges.tolist()),
-        total=float(numbers.sum()),
-        total_squared=float((numbers**2).sum()),
-    )
+    is_whole = np.issubdtype(values.dtype, np.integer) and high - low < MAX_BINS
+    edges = np.arange(low - 0.5, high + 1) if is_whole else _edges(low, high)
+    counts, _ = np.histogram(numbers, edges)
+    with np.errstate(over="ignore"):
+        return Histogram(
+            counts=tuple(counts.tolist()),
+            edges=tuple(edges.tolist()),
+            total=float(numbers.sum()),
+            total_squared=float((numbers**2).sum()),
+        )
+
+
+def _edges(low: float, high: float) -> NDArray[np.float64]:
+    """Return the edges of MAX_BINS bins. Values that are the same but for rounding, such as 0.3 and 0.1 + 0.2, leave no
+    room for so many, and neither does a range that no float holds: there is one bin then."""
+    half = 0.5 if low == high else 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        edges = np.linspace(low - half, high + half, MAX_BINS + 1)
+    if np.isfinite(edges).all() and (edges[1:] > edges[:-1]).all():
+        return edges
+    return np.array([low, high] if low < high else sorted([low, np.nextafter(low, 0.0)]), np.float64)
 
 
 def _spans(sequence: TokenSequence) -> str:

@@ -1,13 +1,14 @@
 """Keep what a run writes anew when it starts again in its folder: history is moved, never deleted."""
 
-import time
-from itertools import count
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainer.tracking.sinks import write_atomically
 
 SET_ASIDE = "set_aside"
 """Folder of the run folder."""
+STAMP, STAMP_CHARS = "%Y-%m-%d_%H-%M-%S", 19
 
 
 class SetAside:
@@ -41,12 +42,12 @@ class SetAside:
         return place
 
     def _new_folder(self) -> Path:
-        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-step_{self._global_steps:06d}"
-        for number in count(1):
-            folder = self._run_dir / SET_ASIDE / (name if number == 1 else f"{name}.{number}")
-            try:
-                folder.mkdir(parents=True)
-                break
-            except FileExistsError:
-                continue
+        """Make the folder. Its name comes after those of all earlier processes, by which their order is told: clocks
+        may have gone back since, as in autumn, and another machine may have another time zone."""
+        now = datetime.now()
+        for other in (self._run_dir / SET_ASIDE).glob("*-step_*"):
+            with suppress(ValueError):  # a person's
+                now = max(now, datetime.strptime(other.name[:STAMP_CHARS], STAMP) + timedelta(seconds=1))
+        folder = self._run_dir / SET_ASIDE / f"{now:{STAMP}}-step_{self._global_steps:06d}"
+        folder.mkdir(parents=True)
         return folder

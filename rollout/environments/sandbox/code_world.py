@@ -63,8 +63,8 @@ class CodeWorld:
         source = with_calls(self._program, [self._test["call"]], MARKER)
         await sandbox.write_file(FILE, source.encode())
         outcome = await sandbox.exec((*PYTHON, FILE))
-        lines = values_of(outcome, MARKER) or outcome.text().splitlines() or [""]
-        return lines[-1][:MAX_LINE_CHARS]
+        said = values_of(outcome, MARKER) or [outcome.text()]
+        return (said[-1].splitlines() or [""])[-1][:MAX_LINE_CHARS]
 
 
 def agent_loop(tokenizer: Any, *, max_turns: int = 3, max_turn_tokens: int | None = 32) -> MultiTurn:

@@ -12,7 +12,8 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,8 +23,8 @@ from typing import Any
 
 from configs.sandbox import SandboxBackend, SandboxConfig
 from configs.validate import ConfigError
-from rollout.environments.sandbox.launching import FOLDERS, shipped_tasks
-from rollout.environments.sandbox.sandbox import ENVIRONMENT, Sandbox, SandboxFileError
+from rollout.environments.sandbox.launching import FOLDERS, MIB, shipped_tasks
+from rollout.environments.sandbox.sandbox import ENVIRONMENT, MAX_FILE_BYTES, Sandbox, SandboxFileError
 from rollout.types import Prompt
 
 COLUMN = "harbor_task"
@@ -58,10 +59,13 @@ class CopiedFile:
     path: str
     """Its place in the sandbox."""
     mode: int
+    size: int
+    """Its bytes."""
 
     @classmethod
     def of(cls, source: Path, path: str) -> "CopiedFile":
-        return cls(source=source, path=path, mode=0o755 if source.stat().st_mode & 0o100 else 0o644)
+        status = source.stat()
+        return cls(source=source, path=path, mode=0o755 if status.st_mode & 0o100 else 0o644, size=status.st_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +103,10 @@ class Task:
             raise TaskError(f"{self.folder}: {needs}: set that to {self.memory_mb}")
         if self.docker_image is None and self.needs_build is not None:
             if config.backend is SandboxBackend.harbor:
+                self._check_room(self.tests, config)
                 return str(self.build_folder)
             raise TaskError(self.needs_build)
+        self._check_room((*self.files, *self.tests), config)
         if config.backend is not SandboxBackend.bubblewrap:
             return self.docker_image
         if self.docker_image is not None and config.image is None:
@@ -108,6 +114,18 @@ class Task:
             needs = f"docker_image={self.docker_image} needs {unpacked}, or sandbox.backend=docker or podman"
             raise TaskError(f"{self.folder}: {needs}; this is sandbox.backend=bubblewrap without sandbox.image")
         return None
+
+    def _check_room(self, copied: Sequence[CopiedFile], config: SandboxConfig) -> None:
+        """Raise TaskError for files that no sandbox takes: it would look as if the agent had left no room for them."""
+        is_one_disk, by_disk = config.backend is SandboxBackend.bubblewrap, Counter[str]()
+        for file in copied:
+            if file.size > MAX_FILE_BYTES:
+                raise TaskError(f"{file.source}: has {file.size} bytes, and at most {MAX_FILE_BYTES} are copied")
+            by_disk["" if is_one_disk else PurePosixPath(file.path).parts[1]] += file.size  # in a container by folder
+        largest = max(by_disk.values(), default=0)
+        if config.backend is not SandboxBackend.harbor and largest > config.disk_mb * MIB:
+            needs = f"its files have {largest} bytes, and sandbox.disk_mb={config.disk_mb}"
+            raise TaskError(f"{self.folder}: {needs}: set that to more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

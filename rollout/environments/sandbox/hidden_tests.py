@@ -23,7 +23,14 @@ from time import monotonic
 from typing import Any
 
 from rollout.environments.sandbox.harbor import COLUMN as TASK
-from rollout.environments.sandbox.sandbox import Limit, Outcome, Sandbox, SandboxFileError
+from rollout.environments.sandbox.sandbox import (
+    MAX_FILE_BYTES,
+    MAX_OUTPUT_BYTES,
+    Limit,
+    Outcome,
+    Sandbox,
+    SandboxFileError,
+)
 from rollout.environments.sandbox.sandboxes import sandboxes
 from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
@@ -31,6 +38,8 @@ from rollout.types import Prompt
 TESTS = "tests"
 BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
 FILE = "/work/program.py"
+MARKER_BYTES = 66
+"""The size of two newlines and two markers, which stand around the value of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +139,17 @@ class _Runner:
         self._sandbox, self.program, self._python = sandbox, program, python
         self._deadline = monotonic() + sandbox.config.timeout_s
 
-    async def run(self, source: str, stdin: str = "") -> Outcome:
+    async def run(self, source: str, stdin: str = "", expected: Sequence[str] = ()) -> Outcome:
+        """Run the source. `expected`: what it must write, of which enough is kept. Raises ValueError for more than can
+        be kept."""
+        size = sum(len(output.encode()) + MARKER_BYTES for output in expected)
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"column {TESTS!r}: a program must write {size} bytes, and {MAX_FILE_BYTES} can be kept")
         await self._sandbox.write_file(FILE, source.encode("utf-8", "replace"))
         left = max(0.05, self._deadline - monotonic())
+        most = min(MAX_FILE_BYTES, MAX_OUTPUT_BYTES + 2 * size)  # it may print something besides
         argv = (*self._python, FILE)
-        return await self._sandbox.exec(argv, stdin=stdin.encode("utf-8", "replace"), timeout_s=left)
+        return await self._sandbox.exec(argv, stdin=stdin.encode("utf-8", "replace"), timeout_s=left, most=most)
 
 
 async def _calls(runner: _Runner, cases: Sequence[Case]) -> int:
@@ -142,7 +157,8 @@ async def _calls(runner: _Runner, cases: Sequence[Case]) -> int:
     if not calls:
         return 0
     marker = secrets.token_hex(16)
-    outcome = await runner.run(with_calls(runner.program, [case.call or "" for case in calls], marker))
+    source = with_calls(runner.program, [case.call or "" for case in calls], marker)
+    outcome = await runner.run(source, expected=[case.output for case in calls])
     passed = sum(case.output == value for case, value in zip(calls, values_of(outcome, marker), strict=False))
     return _unlimited(outcome, passed)
 
@@ -161,7 +177,7 @@ async def _inputs(runner: _Runner, cases: Sequence[Case]) -> int:
     passed = 0
     for case in cases:
         if case.input is not None:
-            outcome = await runner.run(runner.program, case.input)
+            outcome = await runner.run(runner.program, case.input, [case.output])
             is_right = outcome.is_success and _lines(outcome.stdout) == _lines(case.output.encode())
             passed = _unlimited(outcome, passed + is_right)
     return passed
@@ -175,15 +191,15 @@ def _unlimited(outcome: Outcome, passed: int) -> int:
 
 
 def with_calls(program: str, calls: Sequence[str], marker: str) -> str:
-    """Return a program that also prints what the calls give, each on a line of its own after the marker. The program
-    and the calls may print, too."""
-    return "\n".join([program, *(f"print('\\n{marker}' + repr({call}))" for call in calls)])
+    """Return a program that also prints what the calls give, each from the beginning of a line between two markers. The
+    program and the calls may print, too."""
+    return "\n".join([program, *(f"print('\\n{marker}' + repr({call}) + '{marker}')" for call in calls)])
 
 
 def values_of(outcome: Outcome, marker: str) -> list[str]:
     """Return what the calls gave, as far as the program came."""
-    lines = outcome.stdout.decode(errors="replace").splitlines()
-    return [line.removeprefix(marker) for line in lines if line.startswith(marker)]
+    printed, mark = outcome.stdout.decode(errors="replace"), re.escape(marker)
+    return re.findall(rf"^{mark}(.*?){mark}$", printed, re.MULTILINE | re.DOTALL)  # a repr may have several lines
 
 
 def _lines(text: bytes) -> list[str]:

@@ -29,7 +29,7 @@ MAX_ANSWER_BYTES = 65_536
 MAX_FILE_BYTES = 16 * 2**20
 """The longest file that is read or written from outside."""
 MAX_OUTPUT_BYTES = 2**20
-"""The part of a command's output, and of its errors, that is kept. The rest is read and thrown away."""
+"""The part of a command's output, and of its errors, that is kept by default. The rest is read and thrown away."""
 MAX_SAID_BYTES = 4096
 """The last part of what a program that starts sandboxes writes to stderr that is kept for errors."""
 SAID_S = 1.0
@@ -174,6 +174,7 @@ class Sandbox:
         cwd: str = HOME,
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        most: int = MAX_OUTPUT_BYTES,
     ) -> Outcome:
         """Run a command. What it leaves running goes on until a limit is reached, or the sandbox stops.
 
@@ -183,6 +184,7 @@ class Sandbox:
             cwd: The folder that it begins in.
             env: Environment variables besides PATH, HOME and LANG.
             timeout_s: Its deadline, at most sandbox.timeout_s where that is None.
+            most: The bytes that are kept of its output, and as many of its errors; at most MAX_FILE_BYTES.
 
         Raises:
             SandboxLostError: The sandbox is gone, or does not answer.
@@ -194,7 +196,7 @@ class Sandbox:
             "cwd": cwd,
             "env": {**ENVIRONMENT, **(env or {})},
             "timeout_s": timeout_s,
-            "most": MAX_OUTPUT_BYTES,
+            "most": most,
         }
         answer, output = await self._ask(request, stdin, timeout_s + self._config.answer_timeout_s)
         if "error" in answer:

@@ -1,10 +1,10 @@
 """Compares an answer with the gold ones: exact match and F1, normalised as for SQuAD (Rajpurkar et al. 2016)."""
 
-import math
 import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from typing import Any
@@ -63,8 +63,10 @@ def gold_answers(ground_truth: str, columns: Mapping[str, Any]) -> list[str]:
 
 
 def _text(answer: Any) -> str:
-    is_number = isinstance(answer, Real | Decimal) and not isinstance(answer, bool) and math.isfinite(answer)
-    return number_text(answer) if is_number else str(answer)
+    if isinstance(answer, Real | Decimal) and not isinstance(answer, bool):
+        with suppress(ValueError):  # NaN
+            return number_text(answer)
+    return str(answer)
 
 
 def unanswered(prompt: Prompt, text: str) -> float:

@@ -157,8 +157,8 @@ def test_search_r1_has_its_instruction_around_the_question_and_every_right_answe
     assert (held_out.data_source, held_out.extra["golden_answers"]) == ("bamboogle", ["he"])
     prompt = Prompt(ordinal=0, text="", token_ids=(), ground_truth=first.ground_truth, extra=first.extra)
     assert gold_answers(prompt.ground_truth, prompt.extra) == ["Goethe", "J. W. Goethe"]
-    years = {"golden_answers": [1832.0, None, "in 1832", 1832]}
-    assert gold_answers("1832", years) == ["1832", "in 1832", "1832"]
+    years = {"golden_answers": [1832.0, None, "in 1832", 1832, 10**400]}
+    assert gold_answers("1832", years) == ["1832", "in 1832", "1832", f"{10**400}"]
 
 
 def test_search_r1_keeps_answers_that_are_numbers(tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ class WandbSink:
     def log(self, step: int, metrics: Mapping[str, float], samples: StepSamples | None = None) -> None:
         """Send `metrics` and `samples` under `global_steps = step`, in the background. Raises WandbError if wandb fails
         or hangs."""
-        self._calls.put((f"logging step {step}", lambda: self._log(step, metrics, samples)))
+        if self._error is None:  # afterwards nobody takes calls, and a long run would hold those of all its steps
+            self._calls.put((f"logging step {step}", lambda: self._log(step, metrics, samples)))
         if problem := self._error or self._hanging():
             raise WandbError(problem)
 
@@ -140,6 +141,7 @@ class WandbSink:
             # that a person breaks off.
             except BaseException as error:
                 self._error = f"wandb failed while {what}: {type(error).__name__}: {error}"
+                self._calls = SimpleQueue()
                 return
             finally:
                 self._current = None

@@ -97,6 +97,7 @@ def test_a_sandbox_that_is_lost_leaves_the_episode_without_a_reward(monkeypatch:
 # -- hidden tests ------------------------------------------------------------------------------------------------------
 
 ADD = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
+LONG = "".join(f"{number}\n" for number in range(200_000))
 IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
 
 
@@ -115,6 +116,15 @@ IN_OUT = "```\nprint(sum(map(int, input().split())))\n```"
         # It ends by the kernel's limit or, if it is looked at in time, by ours.
         ("import os\nwhile True: os.fork()", [{"input": "", "output": ""}], 0.0, None),
         ("no program", [{"input": "", "output": "no program"}], 0.0, 0.0),
+        ("for n in range(int(input())): print(n)", [{"input": "200000\n", "output": LONG}], 1.0, 0.0),
+        ("for n in range(199999): print(n)\nprint()", [{"input": "", "output": LONG}], 0.0, 0.0),
+        (
+            "class Two:\n  def __repr__(self): return 'a\\n b\\x0c'\nprint('a')",
+            [{"call": "Two()", "output": "a\n b\x0c"}, {"call": "print(1)", "output": "None"}],
+            1.0,
+            0.0,
+        ),
+        ("text = 'x' * 2**20", [{"call": "text", "output": repr("x" * 2**20)}] * 2, 1.0, 0.0),
         (
             "f = open('/work/big', 'wb')\nwhile f.write(bytes(1 << 20)): pass",
             [{"input": "", "output": ""}] * 2,

@@ -22,6 +22,9 @@ EQUAL = [
     ("073", "The answer is 73.", "73"),
     ("34", "First \\boxed{33}, but the final answer is $34$.", "34"),
     ("34", "#### 34", "34"),
+    ("50%", "\\boxed{50\\%}", "50\\%"),
+    ("50\\%", "\\boxed{50%}", "50%"),
+    ("50%", "$50\\%$", "50"),
 ]
 """(ground truth, response, answer as text)"""
 COMPARED = {"format": 1.0, "given_up": 0.0}

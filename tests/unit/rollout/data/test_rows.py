@@ -105,6 +105,15 @@ def test_a_malformed_parquet_row_names_file_and_row(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    arrays = [pyarrow.array([text]) for text in ("a", "1", "2")]
+    pyarrow.parquet.write_table(pyarrow.table(arrays, names=["question", "answer", "answer"]), path)
+    with pytest.raises(DataError) as refusal:
+        load(path)
+    assert str(refusal.value) == f"{path}: has several columns 'answer', of which a row can have one only"
+
+
 @pytest.mark.parametrize("name", ["data.csv", "data", "data.jsonl.gz"])
 def test_an_unknown_file_type_is_refused(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, RECORDS[0])

@@ -119,6 +119,11 @@ def test_its_data_set_gives_the_rows(entries: str, questions: list[str]) -> None
     assert rows[0].data_source == ENV
 
 
+def test_an_answer_of_zero_is_an_answer() -> None:
+    rows = load(f'{{"env": "{ENV}", "args": {{"kind": "numbers"}}}}')
+    assert [row.ground_truth for row in rows] == ["0", "56"]
+
+
 def test_a_rollout_of_its_own_row_gets_the_whole_row() -> None:
     row = load(ENV)[1]
     policy = Policy(lambda text, request: "It is 56.")

@@ -99,6 +99,15 @@ def test_only_the_end_of_a_response_is_an_answer() -> None:
     assert gsm8k(ask("7"), answer + "x" * TAIL_CHARS).reward == 0.0
 
 
+@pytest.mark.parametrize("number", ["-5", "1,234", "-$12.5", "10-7"])
+def test_a_number_at_the_border_of_the_end_is_read_as_a_whole(number: str) -> None:
+    """Half of it would be another number, which may be the right one."""
+    whole = gsm8k_flexible(ask("0"), number).answer
+    assert gsm8k_flexible(ask("0"), f"{number}{'-' * TAIL_CHARS}").answer is None
+    for inside in range(1, len(number)):
+        assert gsm8k_flexible(ask("0"), f"{number}{'x' * (TAIL_CHARS - inside)}").answer == whole
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

@@ -216,7 +216,7 @@ def test_processes_that_ended_while_idle_cost_no_group_anything() -> None:
 def test_a_reward_that_cannot_be_loaded_in_its_process_says_why(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWNER", str(os.getpid()))
     [error] = outcomes(own("judge"), "a")
-    assert "own_process_rewards:judge of prompt 17: RewardProcessError: cannot be loaded: ValueError: " in str(error)
+    assert "own_process_rewards:judge of prompt 17: NotStartedError: cannot be loaded: ValueError: " in str(error)
     assert "own_process_rewards cannot be imported: OSError: no such judge" in str(error)
 
 
@@ -224,7 +224,25 @@ def test_a_module_that_ends_its_process_is_no_reason_to_wait(own: Any, monkeypat
     scorer = load_scorer(own("judge"))
     monkeypatch.setenv("OWNER", "ends")  # only in the processes: here the module has been loaded
     [result] = asyncio.run(scorer.score([(make_prompt(17), "a")]))
-    assert str(result.error).endswith("RewardProcessError: ended its process before it took a response")
+    assert str(result.error).endswith("NotStartedError: ended its process before it took a response")
+
+
+def test_math_verify_that_does_not_start_has_failed_and_the_answer_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what a response itself costs is given up as wrong."""
+
+    def error(**options: Any) -> str:
+        scorer = load_scorer(RolloutConfig(reward="math_verify", reward_processes=1, **options))
+        [result] = asyncio.run(scorer.score([(make_prompt(17), "\\boxed{34}")]))
+        return str(result.error)
+
+    slow = "math_verify of prompt 17: NotStartedError: took longer than rollout.start_timeout_s=0.01 to start"
+    assert error(start_timeout_s=0.01, verify_timeout_s=0.01) == slow
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no such package')")
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = "math_verify of prompt 17: NotStartedError: cannot be loaded: ImportError: no such package"
+    assert error() == missing
 
 
 def test_a_reward_does_not_know_the_token_of_the_servers(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from configs.rewards import parse_reward
 from configs.validate import ConfigError
 from rollout.rewards.gsm8k import gsm8k
 from scripts.api.commands import lines_of, write_rows
@@ -63,6 +64,16 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert reward_text([gsm8k, (np.float64(0.1), "format")]) == "rollout.rewards.gsm8k:gsm8k+0.1*format"
     row = {"question": np.str_("?"), "level": np.int64(2), "scores": np.array([0.5, 1.0])}
     assert lines_of("data.train_files", [row]) == b'{"question": "?", "level": 2, "scores": [0.5, 1.0]}\n'
+
+
+def test_a_weight_counts_for_all_that_it_stands_before_and_is_written_in_digits() -> None:
+    expected = [("gsm8k", 0.5), ("format", 0.05)]
+    for reward in ((0.5, ["gsm8k", (0.1, "format")]), (0.5, "gsm8k+0.1*format")):
+        assert [(term.path, term.weight) for term in parse_reward(reward_text(reward))] == expected
+    assert reward_text((1e-5, "format")) == "0.00001*format" and reward_text((-2, "format")) == "-2*format"
+    for wrong in ((0.5, "gsm9k"), (float("nan"), "format")):
+        with pytest.raises(ConfigError):
+            reward_text(wrong)
 
 
 def test_rewards_are_functions_names_weights_or_sums() -> None:

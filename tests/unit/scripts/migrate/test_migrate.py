@@ -213,6 +213,19 @@ def test_options_of_trl_count_the_processes(tmp_path: Path) -> None:
     assert (config.data.train_files, config.data.val_files) == ("org/data@train", "org/data@test")
 
 
+def test_what_is_switched_off_and_where_the_output_goes_cost_no_other_option_of_trl(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(
+        "accelerate launch --num_processes 2 -m my.grpo --model_name_or_path org/model --dataset_name org/data "
+        "--learning_rate 1.2345678e-5 --eval_strategy no --eval_steps 5 --save_strategy no "
+        "--per_device_train_batch_size 8 --num_generations 4 > log.txt 2>&1\n"
+    )
+    overrides = translate(read(tmp_path / "a.sh", None), RULES["trl"]).overrides
+    assert overrides["algorithm.group_size"] == overrides["trainer.prompts_per_step"] == 4
+    assert overrides["trainer.eval_every"] == overrides["checkpoint.every"] == 0
+    assert overrides["data.val_files"] == "none"
+    assert "trainer.lr=1.2345678e-05" in migrated(tmp_path / "a.sh")
+
+
 def test_prime_rl(tmp_path: Path) -> None:
     notes, words = migrate("prime-rl", tmp_path)
     config = composed(words)

@@ -33,6 +33,10 @@ def commands(text: str) -> list[list[str]]:
         ('args=(\n  a.b=5  # five\n  c=6\n)\nrun "${args[@]}" "$@"', "a.b=5"),
         ("args=(c=1)\nargs+=(a.b=7)\nrun ${args[@]}", "a.b=7"),
         ("mkdir -p x && run a.b=8 | tee log", "a.b=8"),
+        ("n=4\nm=1; n=9\nrun a.b=$n", "a.b=9"),
+        ("n=4\nset -x; n=10  # don't; n=5\nrun a.b=$n", "a.b=10"),
+        ("n=4\nexport m=1 n=11\nrun a.b=$n", "a.b=11"),
+        ("n='1;2'; run a.b=$n", "a.b=1;2"),
     ],
 )
 def test_a_word_has_the_values_that_the_shell_would_give_it(script: str, word: str) -> None:
@@ -51,6 +55,22 @@ def test_what_only_running_tells_is_unknown_and_nothing_is_run(tmp_path: Path) -
         Unknown("x$NOT_SETy"),
     ]
     assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "redirection", ["> log.txt", ">log.txt", "2>&1 | tee log", "&> log", ">> 'a log' 2>/dev/null", "> >(tee log) < in"]
+)
+def test_where_the_output_of_a_command_goes_is_no_word_of_it(redirection: str) -> None:
+    expected = ["run", "--sep", ">", "--steps", "8"]
+    assert commands(f"run --sep '>' --steps 8 {redirection}")[0] == expected
+    assert commands(f"run --sep '>' {redirection.removesuffix(' | tee log')} --steps 8")[0] == expected
+
+
+def test_what_a_condition_of_one_line_sets_is_not_taken_for_granted() -> None:
+    for line in ("[ -z $X ] && n=8", "if [ $X ]; then n=8; fi", "if [ $X ]; then m=1; n=8; fi"):
+        shell = Shell()
+        shell.read(f"n=4\n{line}\nrun a.b=$n")
+        assert "n" in shell.doubts
 
 
 def test_overrides_lose_the_signs_of_hydra_and_options_their_dashes() -> None:
@@ -76,7 +96,7 @@ def test_a_text_has_the_type_that_it_has_on_their_command_lines(text: str, value
     assert typed(text) == value and type(typed(text)) is type(value)
 
 
-@given(st.text(alphabet="ab$\"'\\{}()[]=#`@:-+ \n;|&1", max_size=60))
+@given(st.text(alphabet="ab$\"'\\{}()[]=#`@:-+ \n;|&<>1", max_size=60))
 def test_any_text_is_read_to_its_end(text: str) -> None:
     for command in commands(text):
         overrides_of(command), options_of(command), unread_words(command)

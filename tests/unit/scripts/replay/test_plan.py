@@ -177,6 +177,11 @@ def test_a_command_line_is_one_replay_or_several(tmp_path: Path, config: Config)
     names = [replay_folder(run, changes).name for changes in ((), *request.changes)]
     assert names == ["exact", "algorithm.loss-gspo-trainer.lr-1e-4", "algorithm.loss-cispo-trainer.lr-1e-4"]
     assert replay_folder(run, ("algorithm.loss=../../x:y",)).parent == run.folder / "replays"
+    long = ("algorithm.loss_aggregation=seq_mean_token_mean", "algorithm.advantage=reinforce_plus_plus_baseline")
+    rates = [
+        replay_folder(run, (*long, f"trainer.lr_warmup_steps={steps}", f"trainer.lr={steps}e-6")) for steps in (1, 2)
+    ]
+    assert rates[0] != rates[1] and len(rates[0].name) < 128
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,16 @@ def test_training_goes_on_without_a_disk_and_the_files_come_back_with_it(tmp_pat
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_set_aside_comes_after_what_was_before_whatever_the_clock_says(tmp_path: Path) -> None:
+    """The config of a step is that of the last process that began before it: replays and audits count on the order."""
+    (tmp_path / SET_ASIDE / "2999-12-31_23-59-59-step_000020").mkdir(parents=True)
+    (tmp_path / SET_ASIDE / "of-mine-step_1").mkdir()
+    for step in (10, 5):
+        SetAside(tmp_path, step).write(tmp_path / "x", b"1")
+    folders = sorted(path.parent.name for path in (tmp_path / SET_ASIDE).glob("*/x"))
+    assert folders == ["3000-01-01_00-00-00-step_000010", "3000-01-01_00-00-01-step_000005"]
+
+
 def test_counts_and_clocks_go_on_and_what_came_after_the_checkpoint_is_set_aside(tmp_path: Path) -> None:
     first = Process(tmp_path)
     first.recorder.record_evaluation(0, Evaluated(0.25))

@@ -71,3 +71,12 @@ def test_a_histogram_has_few_bins_whatever_the_values() -> None:
     wide = histogram(np.arange(100_000))
     assert wide is not None and len(wide.counts) == MAX_BINS and sum(wide.counts) == 100_000
     assert wide.total == sum(range(100_000)) and wide.edges[0] == 0
+
+
+@pytest.mark.parametrize(
+    "values", [[0.3, 0.1 + 0.2], [1.0, 1.0 + 2**-52], [-1.7e308, 1.7e308], [1e17, 1e17], [-1e17], [5e-324, 0.0]]
+)
+def test_values_that_leave_no_room_for_many_bins_are_in_one(values: list[float]) -> None:
+    shown = histogram(np.array(values))
+    assert shown is not None and shown.counts == (len(values),)
+    assert shown.edges[0] <= min(values) <= max(values) <= shown.edges[1] and shown.edges[0] < shown.edges[1]

@@ -92,6 +92,23 @@ def test_a_task_that_needs_more_is_refused(dockerfile: str | None, toml: str, pr
         read_task(make_task(tmp_path / "a", dockerfile, toml)).image(SandboxConfig(image="/"))
 
 
+@pytest.mark.parametrize("name", ["tests/data/x", "environment/notes.txt"])
+def test_a_task_with_files_that_no_sandbox_takes_is_refused(name: str, tmp_path: Path) -> None:
+    """Tests that could not be copied would give reward 0, whatever the agent has done."""
+    folder = make_task(tmp_path / "a")
+    with (folder / name).open("wb") as file:
+        file.truncate(17 * 2**20)
+    with pytest.raises(TaskError, match=r"has 17825792 bytes, and at most 16777216 are copied"):
+        read_task(folder).image(SandboxConfig())
+    with (folder / name).open("wb") as file:
+        file.truncate(15 * 2**20)
+    read_task.cache_clear()
+    assert read_task(folder).image(SandboxConfig()) is None
+    with pytest.raises(TaskError, match=r"its files have 157\d+ bytes, and sandbox.disk_mb=15: set that to more"):
+        read_task(folder).image(SandboxConfig(disk_mb=15))
+    assert read_task(folder).image(SandboxConfig(disk_mb=15, backend=SandboxBackend.harbor)) is None
+
+
 def test_harbor_builds_what_needs_a_build_where_no_image_is_named(tmp_path: Path) -> None:
     config = SandboxConfig(backend=SandboxBackend.harbor, image="some/image:1")
     folder = make_task(tmp_path / "a", "FROM x\nRUN pip install y\nCOPY notes.txt /app/\n")

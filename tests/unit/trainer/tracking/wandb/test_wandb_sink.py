@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from io import StringIO
@@ -126,6 +128,27 @@ def test_wandb_failing_to_log_is_said_once_and_the_file_goes_on(scene: Scene) ->
     assert scene.run.calls == 1
     (sentence,) = scene.said
     assert "while logging step 1" in sentence and "ConnectionResetError: Connection lost" in sentence
+
+
+class Metrics(dict[str, float]):
+    """Metrics that can be referred to weakly."""
+
+
+def test_what_is_logged_after_a_failure_is_not_kept_in_memory(scene: Scene) -> None:
+    scene.run.fails = True
+    tracker = scene.start(1)
+    while not tracker.failed.counts:
+        time.sleep(0.01)
+        tracker.log(2, {"a": 1.0})
+    logged: list[weakref.ref[Metrics]] = []
+    for step in range(3, 9):
+        metrics = Metrics(a=float(step))
+        logged.append(weakref.ref(metrics))
+        tracker.log(step, metrics)
+    del metrics
+    gc.collect()
+    assert [reference() for reference in logged] == [None] * 6
+    tracker.close(0)
 
 
 def test_wandb_that_hangs_for_long_is_said_once_and_gets_all_when_it_is_back(scene: Scene) -> None:

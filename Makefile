@@ -64,11 +64,11 @@ test: $(DEV)  ## unit and system tests
 test-slow: $(DEV)  ## the tests that take longer: engines, resume, faults, clusters, fleets, recipes
 	@$(PYTEST) $(SLOW) -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly" $(ARGS)
 
-test-nightly: $(DEV)  ## the system tests that take longest: fault after fault, learning, partitions of a minute
-	@$(PYTEST) tests/cluster tests/system -n 2 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
+test-nightly: $(DEV)  ## the tests that take longest: fault after fault, learning, partitions of a minute
+	@$(PYTEST) tests/unit tests/cluster tests/system -n 2 --dist loadfile --no-loadscope-reorder -m nightly $(ARGS)
 
 unit: $(DEV)  ## unit tests only: a minute or two
-	@$(PYTEST) tests/unit -n 2 --dist worksteal -m "not slow" $(ARGS)
+	@$(PYTEST) tests/unit -n 2 --dist worksteal -m "not slow and not nightly" $(ARGS)
 
 gpu-check: $(DEV)  ## check everything on one GPU, in less than nine minutes a call
 	@$(PY) -m scripts.bench.gpu $(ARGS)

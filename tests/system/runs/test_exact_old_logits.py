@@ -22,8 +22,10 @@ and a hundredth of what staleness makes of these runs."""
     "overrides",
     [
         pytest.param(["trainer.num_ranks=2"], id="keep"),
-        pytest.param(["weight_sync.in_flight_kv=recompute", "trainer.layout=packed"], id="recompute"),
-        pytest.param(["weight_sync.pause_mode=abort"], id="abort"),
+        pytest.param(
+            ["weight_sync.in_flight_kv=recompute", "trainer.layout=packed"], id="recompute", marks=pytest.mark.nightly
+        ),
+        pytest.param(["weight_sync.pause_mode=abort"], id="abort", marks=pytest.mark.nightly),
         pytest.param(["rollout.agent_loop=tests.support.echo:agent_loop"], id="turns"),
     ],
 )

@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["four", pytest.param("smolagents", marks=pytest.mark.nightly)])
 def test_programs_of_frameworks_are_trained_on_what_was_sampled(name: str, tmp_path: Path) -> None:
     """The policy calls the calculator or ends its episode in each turn, by chance."""
     case, steps, group_size = CASES[name], 3, 2

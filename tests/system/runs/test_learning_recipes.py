@@ -56,7 +56,7 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
     ("recipe", "model", "warmup_steps", "check"),
     [
         ("agent", "chat", 60, calls_the_calculator),
-        ("search_world", "chat", 80, searches),
+        pytest.param("search_world", "chat", 80, searches, marks=pytest.mark.nightly),
         ("mixture", "chat", 120, learns_from_three_sources),
         pytest.param(
             *("code_world", "chat", 80, runs_programs),
@@ -64,7 +64,10 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
         ),
         pytest.param(
             *("reasoning_gym", "chat", 60, answers_in_a_word),
-            marks=pytest.mark.skipif(not HAS_REASONING_GYM, reason="needs the extra reasoning-gym"),
+            marks=[
+                pytest.mark.nightly,
+                pytest.mark.skipif(not HAS_REASONING_GYM, reason="needs the extra reasoning-gym"),
+            ],
         ),
     ],
 )

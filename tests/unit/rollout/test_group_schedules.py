@@ -700,7 +700,12 @@ EVENTS = (
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=[pytest.mark.slow] if n >= 2 * SEEDS else []) for n in range(0, 2500, SEEDS)]
+    "first",
+    [
+        *range(0, 2 * SEEDS, SEEDS),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(2 * SEEDS, 1000, SEEDS)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1000, 5000, SEEDS)),
+    ],
 )
 def test_whatever_happens_in_whatever_order_a_run_is_whole_or_says_that_too_few_replicas_are_left(first: int) -> None:
     happened = sum((run_schedule(seed) for seed in range(first, first + SEEDS)), Counter[str]())

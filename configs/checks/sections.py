@@ -388,7 +388,9 @@ def attention_heads(config: Config) -> int | None:
 def _learning_rate_problems(trainer: TrainerConfig) -> Iterator[Problem]:
     schedule, total, ratio = trainer.lr_schedule, trainer.total_optimizer_steps, trainer.lr_warmup_ratio
     warmup_steps = trainer.lr_warmup_steps or 0
-    never_falls = (warmup_steps if ratio is None else round(ratio * total)) >= total
+    if ratio is not None and 0 <= ratio <= 1:  # others are out of their range
+        warmup_steps = round(ratio * total)
+    never_falls = warmup_steps >= total
     if ratio is None and warmup_steps > total:
         run_steps = f"the run's {total} optimizer steps (trainer.total_steps x mini_batches x epochs)"
         allowed = f"at most {run_steps}: trainer.lr would never be reached; null and trainer.lr_warmup_ratio adapt"

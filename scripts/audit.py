@@ -8,6 +8,7 @@ may have kept from being written: a run without it is audited as one that was ki
 is missing, damaged or contradicts what the run counted, and for a folder that holds no run.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -20,14 +21,14 @@ FAILED = 1
 
 
 def main() -> int:
-    options = {"--records", "--summary"} & {*sys.argv[1:]}
-    folders = [word for word in sys.argv[1:] if word not in options]
-    if len(folders) != 1 or folders[0].startswith("-"):
-        sys.stderr.write("audit: slipstream audit RUN_DIR [--records] [--summary]\n")
-        return FAILED
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("--records", action="store_true", help="leave out the checkpoints")
+    parser.add_argument("--summary", action="store_true", help="read summary.json on standard input")
+    options = parser.parse_args()
     try:
-        summary = json.load(sys.stdin) if "--summary" in options else None
-        report = audit(Path(folders[0]), summary, checkpoints="--records" not in options)
+        summary = json.load(sys.stdin) if options.summary else None
+        report = audit(options.run_dir, summary, checkpoints=not options.records)
     except RunError as error:
         sys.stderr.write(f"audit: {error}\n")
         return FAILED

@@ -1,7 +1,7 @@
 """Draw the learning curve of a run: `slipstream curve RUN_DIR` makes RUN_DIR/curve.png."""
 
+import argparse
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ STYLE = {
 
 
 def plot_curve(run_dir: Path) -> None:
-    """Draw the metrics of a run: reward and held-out accuracy above, token staleness below, over optimizer steps.
+    """Draw the metrics of a run: reward and held-out accuracy above, token staleness below, over steps.
 
     If a step has several records, as after a resume, the last one counts. Raises ValueError if there is no finite
     `critic/rewards/mean`.
@@ -107,13 +107,16 @@ def _draw_staleness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _duration(elapsed: Mapping[int, float]) -> str:
-    return f"optimizer steps, {max(elapsed.values()) / 60:.1f} minutes of training" if elapsed else "optimizer steps"
+    return f"steps, {max(elapsed.values()) / 60:.1f} minutes of training" if elapsed else "steps"
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("plot_curve: slipstream curve RUN_DIR")
-    plot_curve(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    folder = parser.parse_args().run_dir
+    if not folder.is_dir():
+        parser.error(f"there is no folder {folder}")
+    plot_curve(folder)
 
 
 if __name__ == "__main__":

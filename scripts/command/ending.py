@@ -13,7 +13,7 @@ from configs.checkpoint import CHECKPOINTS
 from configs.cli.arguments import override
 from trainer.checkpoint.store import CheckpointStore
 
-SERVED = {"data", "rollout", "ray", "serve", "recipe", "device", "gpu_share"}
+SERVED = {"data", "rollout", "sessions", "ray", "serve", "recipe", "device", "gpu_share"}
 """Sections, groups and keys of a training run that `serve` takes over."""
 
 

@@ -53,7 +53,7 @@ def test_every_series_is_where_it_belongs(tmp_path: Path, monkeypatch: pytest.Mo
     assert lines(bottom)["mean"] == (list(range(1, 41)), [0.8] * 40)
     assert lines(bottom)["max"] == (list(range(1, 41)), [2.0] * 40)
     assert top.get_xlim() == bottom.get_xlim() == (0, 40)
-    assert bottom.get_xlabel() == "optimizer steps, 2.0 minutes of training"
+    assert bottom.get_xlabel() == "steps, 2.0 minutes of training"
 
 
 def test_a_run_with_nothing_but_one_reward_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

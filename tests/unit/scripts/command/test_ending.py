@@ -21,6 +21,7 @@ GIVEN = (
     "trainer.lr=1e-4",
     "trainer.total_steps=60",
     "rollout.reward=gsm8k+0.1*format",
+    "sessions.tool_parser=hermes",
     "evaluation.samples=4",
     "evaluation.temperature=1.0",
     "resume=runs/old",
@@ -68,7 +69,7 @@ def test_a_run_that_ends_names_what_it_reached_and_left_and_commands_that_work(t
     assert (shown["curve"], shown["all files"]) == ("runs/first/curve.png", "runs/first")
     commands = {name: composed(shown[name]) for name in ("plot", "evaluate", "export", "serve", "train longer")}
     model = ["model=hf", "sizes=small", "model.path=runs/first"]
-    task = ["recipe=gsm8k", "rollout.reward=gsm8k+0.1*format"]
+    task = ["recipe=gsm8k", "rollout.reward=gsm8k+0.1*format", "sessions.tool_parser=hermes"]
     assert commands == {
         "plot": ("curve", ["runs/first"]),
         "evaluate": ("evaluate", ["runs/first"]),

@@ -1,6 +1,6 @@
 """The way to an MCP server that is a program, over its standard input and output.
 
-As `mcp.client.stdio`, which leaves the start to the event loop. This one does not fork: see `ChildProcess`.
+It does what `mcp.client.stdio` does, which leaves the start to the event loop, and so to a fork: see `ChildProcess`.
 https://modelcontextprotocol.io/specification/2025-11-25/basic/transports#stdio
 """
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 CHUNK = 1 << 16
 """The bytes that are read at once."""
 END_S = 2.0
-"""The seconds in which a server ends by itself once its input ends, and then those after SIGTERM."""
+"""The seconds in which a server ends by itself once its input ends, then those after SIGTERM and after SIGKILL."""
 
 
 @asynccontextmanager
@@ -102,7 +102,8 @@ async def _end(process: ChildProcess) -> None:
             os.killpg(process.pid, signal.SIGTERM)
         if not await _has_ended(process):
             kill_group(process.pid)
-            await process.wait()
+            if not await _has_ended(process):  # the kernel does not let go of it, and others wait for this session
+                logger.error("MCP server %d does not end, although it was killed", process.pid)
 
 
 async def _has_ended(process: ChildProcess) -> bool:

@@ -6,10 +6,10 @@ python -m scripts.bench.restarts [--repeats 3] [--steps 8] [--model tiny]
 Real train workers of two ranks take `--steps` steps after a checkpoint. Then one of them is killed in a step, and all
 restart. The arms differ in what is kept for that:
 
-- `disk`: nothing but the checkpoint, the default.
-- `spares`: processes that have imported everything (trainer.spare_processes=true).
-- `memory`: copies of the ranks' state in host memory after every step (checkpoint.memory_every=1).
-- `both`.
+- `disk`: nothing but the checkpoint (trainer.spare_processes=false).
+- `spares`: processes that have imported everything, too, the default.
+- `memory`: copies of the ranks' state in host memory after every step (checkpoint.memory_every=1), without spares.
+- `both`: such copies and spares.
 
 Each arm ends with the weights of a run that lost nobody, bit for bit, or the benchmark fails. The last line is JSON,
 with medians over the repetitions:

@@ -77,6 +77,7 @@ class RecoveringWorkers:
         self._trained: dict[int, StepBatch | None] = {}  # by global_steps before it, in order; None: skipped
         self.global_steps = 0  # steps taken
         self._resumed: Checkpoint | None = None
+        self._has_saved = False
         self._restarts = 0
         self._recovering = asyncio.Lock()
         self._memory_every = config.checkpoint.memory_every
@@ -92,6 +93,7 @@ class RecoveringWorkers:
         """Load the checkpoint from which the run continues."""
         await self._group.load_checkpoint(checkpoint.train_folder)
         self._resumed = checkpoint
+        self._has_saved = True
         self.global_steps = checkpoint.global_steps
 
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
@@ -114,7 +116,8 @@ class RecoveringWorkers:
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Take the optimizer steps on a batch; without one, only count the step."""
         result = await self.again_if_lost(lambda: self._group.train_step(batch, global_steps))
-        self._group.keep_spares()
+        if self._has_saved:  # until then a restart trains everything again, and a run may be too short to need one
+            self._group.keep_spares()
         if self._keeps_batches:
             self._trained[global_steps] = batch
         self.global_steps = global_steps + 1
@@ -129,6 +132,7 @@ class RecoveringWorkers:
         except CheckpointError as error:
             return self._report(f"no copies in memory of step {self.global_steps}: {error}; training goes on")
         self._memory = _Origin("memory", self.global_steps, copies=copies)
+        self._has_saved = True
         self._memory_s = time.perf_counter() - started
 
     async def publish(self, order: PublishOrder) -> Manifest:
@@ -153,6 +157,7 @@ class RecoveringWorkers:
 
     def forget_before(self, global_steps: int) -> None:
         """Drop the batches before `global_steps`, because a good checkpoint of that step exists."""
+        self._has_saved = True
         self._trained = {step: batch for step, batch in self._trained.items() if step >= global_steps}
         if self._memory is not None and self._memory.global_steps < global_steps:
             self._memory = None

@@ -78,7 +78,7 @@ def _begin(invocation: Invocation, checkpoint: Checkpoint | None) -> tuple[SetAs
     """
     aside = SetAside(invocation.run_dir, 0 if checkpoint is None else checkpoint.global_steps)
     names = [CONFIG_FILE, OVERRIDES, ERROR_FILE, SUMMARY_FILE, CERTIFICATE_FILE]  # of earlier processes of the run
-    if checkpoint is not None and invocation.run_dir not in checkpoint.path.parents:
+    if checkpoint is not None and not checkpoint.is_of(invocation.run_dir):
         names += [METRICS_FILE, PROOF_FILE, TENSORBOARD, *STEP_FOLDERS, CHECKPOINTS]  # of one from the same checkpoint
         names += [path.name for _, path in event_files(invocation.run_dir)]
     for name in names:

@@ -75,8 +75,8 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
             report(f"{run_dir} has no checkpoint: the run starts from the beginning; {SET_ASIDE}/ keeps what was there")
     else:
         checkpoint = _named(_path(config.resume), report)
-        is_here = run_dir in checkpoint.path.parents
-        if holds_run(run_dir) and not is_here and _path(_unsaved(run_dir) or "") != _path(config.resume):
+        is_another = holds_run(run_dir) and not checkpoint.is_of(run_dir)
+        if is_another and _path(_unsaved(run_dir) or "") != _path(config.resume):
             raise ConfigError(f"hydra.run.dir={run_dir}: holds another run than resume={config.resume}")
     if checkpoint is not None and checkpoint.global_steps > config.trainer.total_steps:
         raise ConfigError(

@@ -90,7 +90,7 @@ async def run_supervised(  # noqa: PLR0913
             emit=events.emit,
         )
         try:
-            goes_on = resumed is not None and run_dir in resumed[0].path.parents
+            goes_on = resumed is not None and resumed[0].is_of(run_dir)
             path = await boot_model(config, run_dir, goes_on=goes_on)
             with console.during("encoding the conversations"):
                 learned = await encode_conversations(config, path, rows, keep_template=True)

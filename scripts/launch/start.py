@@ -131,7 +131,7 @@ class Starter:
         self.events.emit(own_place().started(DRIVER))
         placement = await reserve(config, self.device, console.message)
         await check_nodes(config, self.device, self.run_dir, console.message)
-        goes_on = self.resumed is not None and self.run_dir in self.resumed.checkpoint.path.parents
+        goes_on = self.resumed is not None and self.resumed.checkpoint.is_of(self.run_dir)
         boot_path = await boot_model(config, self.run_dir, goes_on=goes_on)
         teacher_path = await teacher_model(config, self.run_dir, boot_path, goes_on=goes_on)
         boot_path, spec = await self._choose_weights(boot_path)

@@ -67,6 +67,11 @@ class Checkpoint:
     def model_folder(self) -> Path:
         return self.path / MODEL_FOLDER
 
+    def is_of(self, run_dir: Path) -> bool:
+        """Return whether the run in that folder has saved it, and goes on from it, rather than beginning from another
+        run's."""
+        return run_dir in self.path.parents
+
     def snapshot(self, name: str) -> bytes:
         """Read the snapshot of that name. Raises OSError if there is none."""
         return (self.path / snapshot_file(name)).read_bytes()

@@ -45,9 +45,7 @@ class ChildProcess:
         """
         pipe = subprocess.PIPE
         # Here, not in another thread: bwrap's --die-with-parent means the thread that has started it.
-        popen: subprocess.Popen[bytes] = subprocess.Popen(
-            argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, **options
-        )
+        popen = subprocess.Popen[bytes](argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, **options)
         try:
             return cls(popen, await _writer(popen.stdin), await _reader(popen.stdout), await _reader(popen.stderr))
         except BaseException:

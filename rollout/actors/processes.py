@@ -3,11 +3,13 @@
 import contextlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
 import psutil
 
@@ -43,27 +45,34 @@ def is_stopped(process: psutil.Process) -> bool:
         return False
 
 
-def end_descendants_with_this() -> None:
-    """Start a guard process that kills everything this process starts once this process is gone, however it ended.
-    vLLM's engine core does not notice by itself, and would keep the GPU's memory for good; nor does what a reward or an
-    environment has started.
+def end_descendants_with_this(folder: Path | None = None) -> None:
+    """Start a guard process that kills everything this process starts once this process is gone, however it ended, and
+    then removes `folder`. vLLM's engine core does not notice by itself, and would keep the GPU's memory for good; nor
+    does what a reward or an environment has started.
 
     The guard may not know processes that were started in the last few seconds, unless they are in the session of one
-    that it knows, as the children of a reward's process are. Later calls in the same process do nothing.
+    that it knows, as the children of a reward's process are. The same call again in this process does nothing.
     """
-    _start_guard(os.getpid())
+    _start_guard(os.getpid(), folder)
 
 
-@cache  # by pid: a process that was forked needs a guard of its own
-def _start_guard(owner: int) -> None:
+@cache  # by pid, too: a process that was forked needs a guard of its own
+def _start_guard(owner: int, folder: Path | None) -> None:
     subprocess.Popen(
-        [sys.executable, "-m", __name__, str(owner)],
+        [sys.executable, "-m", __name__, str(owner), *([] if folder is None else [str(folder)])],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # out of reach of a Ctrl-C
     )
 
 
-def _guard(owner: int) -> None:
+def _guard(owner: int, folders: Iterable[str]) -> None:
+    _end_descendants(owner)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_descendants(owner: int) -> None:
+    """Kill the descendants of the owner when it is gone."""
     descendants: set[psutil.Process] = set()
     for interval in itertools.count():
         if os.getppid() != owner:  # whose parent ends gets another
@@ -92,4 +101,4 @@ def _in_sessions(leaders: set[int]) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    _guard(int(sys.argv[1]))
+    _guard(int(sys.argv[1]), sys.argv[2:])

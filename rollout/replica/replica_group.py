@@ -1,6 +1,8 @@
 """Replicas in Ray actors: where they are placed, and how the driver calls them."""
 
 import asyncio
+import os
+import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -46,6 +48,9 @@ GPU_ENV = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
+LONGEST_BASE = 48
+"""The path of a socket has at most 107 bytes, and those of vLLM in a folder of our own are 57 longer than the base."""
+
 manifest_ref = lru_cache(maxsize=1)(ray.put)
 """Puts the manifest that all replicas get into Ray's object store once: to pickle a large model's takes the driver 0.2
 to 20 ms. To be cleared before the cluster ends."""
@@ -61,6 +66,16 @@ def to_actor(
         return await as_raised(self.actor.control.remote(method, *positional, **kwargs), self.name)
 
     return wraps(method)(call)
+
+
+def _temporary_folder() -> Path:
+    """Make a folder for the temporary files of this process and of its engine's, a handful of sockets for each engine,
+    which vLLM would leave in /tmp when it is killed, as every engine is in the end."""
+    base = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="slipstream-", dir=base if len(base) <= LONGEST_BASE else "/tmp")
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+    return Path(folder)
 
 
 StartServer = Callable[[RolloutReplica, Any, str], "tuple[str, asyncio.Task[None]]"]
@@ -86,7 +101,7 @@ class ReplicaActor:
         from rollout.engines.vllm.engine import VllmEngine  # takes seconds, and the driver does without
 
         self._home = asyncio.get_running_loop()
-        end_descendants_with_this()  # first: the process may be killed while it loads a large model, too
+        end_descendants_with_this(_temporary_folder())  # first: it may be killed while it loads a large model, too
         self._engine = VllmEngine(spec, self._name)
         self._replica = RolloutReplica(self._name, self._engine, config, self._sampled, self._events)
         keep_what_is_loaded()  # to walk vLLM again and again took a third of this event loop's time

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.slow
 
 OWNER = """
 import subprocess, sys, time
+from pathlib import Path
 from rollout.actors.processes import end_descendants_with_this
-end_descendants_with_this()
+end_descendants_with_this(Path(sys.argv[1]))
 stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", stubborn])
 subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"])
@@ -27,13 +28,15 @@ sys.stdin.read(1)
 """
 
 
-def start() -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, text=True)
+def start(folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir()
+    (folder / "socket").touch()
+    return subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdin=subprocess.PIPE, text=True)
 
 
-def test_descendants_and_their_guard_end_with_their_owner() -> None:
+def test_descendants_and_their_guard_end_with_their_owner_and_its_folder_goes(tmp_path: Path) -> None:
     """They were started after the guard, one of them by another."""
-    owners = [start() for _ in range(3)]
+    owners = [start(tmp_path / str(number)) for number in range(3)]
     time.sleep((INTERVALS_PER_SCAN + 2) * GUARD_INTERVAL_S)
     children = [psutil.Process(owner.pid).children(recursive=True) for owner in owners]
     try:
@@ -46,6 +49,7 @@ def test_descendants_and_their_guard_end_with_their_owner() -> None:
         for owner, of_owner in zip(owners, children, strict=True):
             owner.wait(30)
             assert survivors(of_owner) == []
+        assert list(tmp_path.iterdir()) == []
     finally:
         for process in [*owners, *sum(children, [])]:
             if isinstance(process, subprocess.Popen) or process.is_running():

@@ -2,7 +2,8 @@
 
 The trainer publishes A [rank, in] and B [out, rank] under PEFT's names; those of stacked experts have a dimension of
 experts before, and names of ours: `experts.adapters.down_proj.lora_A.weight` belongs to `experts.down_proj`. Whoever
-needs the weights merges them here, so that a replica and an export hold the same bits. Nothing here imports torch.
+needs the weights merges them here, so that in float32 a replica and an export hold the same bits; in bfloat16, factors
+are rounded before they travel, and those of an export are not. Nothing here imports torch.
 """
 
 from typing import TYPE_CHECKING

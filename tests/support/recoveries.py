@@ -86,8 +86,8 @@ class Group:
         return list(self.weights)
 
     async def load_copies(self, copies: list[Any]) -> None:
+        self.weights = list(copies)  # on some ranks, even if others cannot
         self._happen("load copies")
-        self.weights = list(copies)
 
     async def find_lost(self) -> str | None:
         return self.lost

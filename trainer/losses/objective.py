@@ -77,8 +77,12 @@ class Objective:
         ce_weights = _as_tensor(tokens.ce_weights, logprobs)
         ce_loss = -(ce_weights * logprobs).sum()
         total = self._algorithm.ce_coef * ce_loss
-        count = float((tokens.ce_weights != 0).sum())
-        metrics: dict[str, Metric] = {"actor/ce_loss": Sum(ce_loss.item()), "actor/ce_tokens": Sum(count)}
+        is_learned = ce_weights != 0
+        count = float(is_learned.sum())
+        metrics: dict[str, Metric] = {
+            "actor/ce_loss": Mean(-logprobs.detach()[is_learned].double().sum().item(), count),
+            "actor/ce_tokens": Sum(count),
+        }
         is_clipped = torch.zeros_like(logprobs, dtype=torch.bool)
         is_kept = torch.ones_like(is_clipped)
         is_sampled = tokens.loss_weights != 0

@@ -92,9 +92,10 @@ class Critic:
         returns = torch.as_tensor(batch.tokens.returns, device=self._device)
         losses, is_clipped = clipped_value_loss(values, old_values, returns, self._clip)
         weights = torch.as_tensor(batch.tokens.loss_weights, device=self._device)
+        is_learned = weights != 0
         loss = (losses * weights).sum()
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
-        return {
-            "critic/vf_loss": Sum(loss.item()),
-            "critic/vf_clipfrac": Mean((is_clipped & (weights != 0)).sum().item(), (weights != 0).sum().item()),
-        }
+        metrics: dict[str, Metric] = {"critic/vf_loss": Sum(loss.item())}
+        if is_learned.any():
+            metrics["critic/vf_clipfrac"] = Mean(is_clipped[is_learned].sum().item(), is_learned.sum().item())
+        return metrics

@@ -256,6 +256,7 @@ class RecoveringWorkers:
                 self._tell(f"the copies of step {origin.global_steps} in memory cannot be loaded: {error!r}")
                 self._memory = None
                 origin = await self._newest_checkpoint()
+                await self._group.start_again()  # some ranks may have loaded theirs
         if origin.checkpoint is not None:
             await self._group.load_checkpoint(origin.checkpoint.train_folder)
         return origin

@@ -25,7 +25,7 @@ from tests.support.reference import (
 )
 from tests.support.sequences import only
 from tests.support.worker_runs import Inbox, Job, Outcome, assert_same_weights, one_rank, run_worker, two_ranks
-from trainer.advantages.credit import m2po_outliers
+from trainer.advantages.credit import m2po_outliers, trainable
 from trainer.batch import StepBatch
 from trainer.learning_rate import lr_factor
 from trainer.step import StepAssembler
@@ -237,3 +237,20 @@ def test_the_critic_learns_its_returns_as_a_plain_one_does(
     values = plain.values(steps[-1]).detach().numpy()
     assert np.abs(values).max() > 0.1
     np.testing.assert_allclose(found.scores["values"], values, rtol=1e-3, atol=1e-4)
+
+
+def test_a_critic_without_a_token_to_learn_reports_no_number_that_is_none(
+    model_path: str, steps: list[list[TrajectoryGroup]]
+) -> None:
+    """As in a step whose every response was cut off, with algorithm.mask_truncated."""
+    (idle,) = with_critic([trainable_none(steps[0])], Layout.packed, 1)
+    (found,) = one_rank(Job(CRITIC, model_path, [idle])).metrics
+    assert found["critic/vf_loss"] == 0
+    assert not [name for name, value in found.items() if np.isnan(value)]
+
+
+def trainable_none(groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    cut_off = [
+        replace(g, trajectories=tuple(replace(t, finish_reason="length") for t in g.trajectories)) for g in groups
+    ]
+    return trainable(cut_off, mask_truncated=True)

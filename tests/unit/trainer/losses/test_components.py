@@ -13,7 +13,9 @@ from rollout.types import TrajectoryGroup
 from tests.support.batches import ALGORITHMS, STEP, credited, run_objective
 from tests.support.demonstrations import demonstration, random_demonstrations
 from tests.support.reference import make_group, make_trajectory
-from trainer.batch import StepBatch
+from trainer.batch import MicroBatch, StepBatch
+from trainer.losses.objective import Objective
+from trainer.metrics import Metric, merge_metrics, over_optimizer_steps
 from trainer.mini_batches import mini_batched
 from trainer.supervised.demonstrations import beside, supervised_batch
 from trainer.tokens import TokenSignals, demonstration_tokens
@@ -125,6 +127,26 @@ def test_a_mini_batch_has_its_share_of_both_and_divides_each_by_what_it_holds() 
         assert sum(tokens.loss_weights.sum() for tokens in of_part) > 0
         sampled_weights = np.concatenate([tokens.loss_weights for tokens in of_part])
         assert len(set(sampled_weights[sampled_weights != 0].tolist())) == 1
+
+
+def test_the_cross_entropy_is_the_mean_over_its_tokens_though_mini_batches_have_none() -> None:
+    algorithm, sampled, demonstrations = AlgorithmConfig(), random_groups(4), random_demonstrations(5, 1)
+    groups, tokens = beside(sampled, credited(sampled, algorithm), demonstrations)
+    config = config_of(algorithm, parts=3)
+    batch, (logprobs, entropies) = mini_batched(groups, tokens, config, STEP), outputs(len(tokens.targets))
+    parts = [[batch.micro_batches[0][place] for place in part] for part in batch.optimizer_steps]
+    steps = [merge_metrics(objective_metrics(part, config, logprobs, entropies)) for part in parts]
+    assert len(steps) == 3
+    assert tokens.ce_weights is not None
+    expected = -logprobs[torch.as_tensor(tokens.ce_weights != 0)].mean().item()
+    assert over_optimizer_steps(steps)["actor/ce_loss"].value == pytest.approx(expected)
+
+
+def objective_metrics(
+    micro_batches: list[MicroBatch], config: Config, logprobs: Tensor, entropies: Tensor
+) -> list[dict[str, Metric]]:
+    objective = Objective(config.algorithm)
+    return [objective(logprobs[one.index], entropies[one.index], one).metrics for one in micro_batches]
 
 
 def test_demonstrations_do_not_move_the_groups_between_mini_batches() -> None:

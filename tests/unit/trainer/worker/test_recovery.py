@@ -117,10 +117,18 @@ async def test_copies_that_are_lost_with_their_machine_leave_the_checkpoint(tmp_
     await scene.train(1, 2)
     scene.group.events.clear()
     await scene.train(3)
-    again = ["train 1", "train 2"]
-    assert scene.group.events == ["train 3", "start", "load copies", "load step_000001", *again, "train 3", "copy"]
+    again = ["start", "load step_000001", "train 1", "train 2"]
+    assert scene.group.events == ["train 3", "start", "load copies", *again, "train 3", "copy"]
     assert scene.group.weights == ["b0", "b1", "b2", "b3"]
     assert "the copies of step 2 in memory cannot be loaded: KeyError('lost')" in scene.reports
+
+
+@within_deadline
+async def test_copies_that_only_some_ranks_have_loaded_leave_nothing_in_the_first_policy(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, Group(deaths=["train 3"], errors={"load copies": KeyError("lost")}), IN_MEMORY)
+    await scene.train(0, 1, 2, 3)
+    assert scene.group.weights == ["b0", "b1", "b2", "b3"]
+    assert scene.reports[-1].endswith("from the first policy, with 3 step(s) trained again")
 
 
 @within_deadline

@@ -37,8 +37,13 @@ from trainer.tracking.sinks import METRICS_FILE
 
 ROLLOUTS = "rollouts"
 """The name of the rollouts' snapshot in a checkpoint."""
-TINY_SHAPE = {"hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_experts": "num_experts"}
-"""A key of model.* of a model that is made here -> its name in the model's config.json."""
+TINY_SHAPE = {
+    "hidden_size": ("hidden_size",),
+    "num_layers": ("num_hidden_layers",),
+    "num_experts": ("num_local_experts", "num_experts"),
+}
+"""A key of model.* of a model that is made here -> its names in the model's config.json, of newer versions of
+transformers and of older ones."""
 SAVED = b'"checkpoint/seconds"'
 """The metric of a step after a complete save."""
 
@@ -124,8 +129,8 @@ def _refuse_another_shape(model: ModelConfig, checkpoint: Checkpoint) -> None:
     if model.kind is not ModelKind.tiny or not file.is_file():
         return
     saved = json.loads(file.read_bytes())
-    for key, name in TINY_SHAPE.items():
-        ours, theirs = attrgetter(key)(model), saved.get(name, 0)
+    for key, names in TINY_SHAPE.items():
+        ours, theirs = attrgetter(key)(model), next((saved[name] for name in names if name in saved), 0)
         if ours != theirs:
             raise ConfigError(f"model.{key}={ours}: the checkpoint {checkpoint.path} was trained with {theirs}")
 

@@ -1,7 +1,6 @@
 """A run goes on from the right checkpoint, and anything else is refused."""
 
 import errno
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +18,21 @@ from tests.support.compose import changed
 from tests.support.rollouts import CheckpointedRun
 from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, adapter_json, saved_adapter
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
+from trainer.tiny.model import TINY, ModelSize, build_model
 from trainer.tracking.metric_list import metric_list
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import JsonlSink
 
 
-def save(run_dir: Path, *steps: int, lora: LoraConfig | None = None, part: str = "policy", layers: int = 2) -> None:
+def save(
+    run_dir: Path, *steps: int, lora: LoraConfig | None = None, part: str = "policy", size: ModelSize = TINY
+) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     for step in steps:
         aside = store.begin(step)
         write_state(aside / "train", {"0.distcp": b"1"}, [f"{part}.weights.x"])
         files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouter)), "recorder.bin": b"{}"}
-        files["model/config.json"] = json.dumps({"hidden_size": 64, "num_hidden_layers": layers}).encode()
+        files["model/config.json"] = build_model(64, seed=0, size=size).config.to_json_string().encode()
         if lora is not None:
             files[f"model/{ADAPTER_FILE}"] = adapter_json(lora, "org/base")
         store.publish(aside, step, store.seal(aside, step, files))
@@ -226,8 +228,9 @@ def test_a_model_of_another_shape_and_a_critic_that_was_not_trained_are_refused(
     save(tmp_path, 20)
     with pytest.raises(ConfigError, match=re.escape(message.format(tmp_path / "checkpoints" / "step_000020"))):
         find_checkpoint(changed(Config(), resume="auto", **changes), tmp_path, lambda told: None)
-    save(tmp_path, 40, part="critic", layers=3)
-    config = changed(Config(), resume="auto", algorithm__advantage="gae", model__num_layers=3)
+    save(tmp_path, 40, part="critic", size=ModelSize(num_layers=3, num_experts=4))
+    shape = {"model__num_layers": 3, "model__num_experts": 4}
+    config = changed(Config(), resume="auto", algorithm__advantage="gae", **shape)
     assert find_checkpoint(config, tmp_path, lambda told: None) is not None
 
 

@@ -248,7 +248,8 @@ def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     window = StalenessWindow(
         groups_per_step=trainer.prompts_per_step,
-        max_staleness=rollout.max_staleness,
+        # No token can be older than the run, and the ledger looks at each step within the bound.
+        max_staleness=min(rollout.max_staleness, trainer.total_steps // config.weight_sync.interval),
         update_interval=config.weight_sync.interval,
     )
     if config.data.sources:

@@ -4,6 +4,7 @@ It is captured between an optimizer step and the freeing of the slots that it wa
 of the stream is in exactly one place: trained, ready, under way, given up, or still to come.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +12,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.algorithm import OPTIMAL_BASELINE
+from configs.schema import AlgorithmConfig
 from rollout.curriculum.order import CurriculumState, OtherPromptsError
 from rollout.mixture import PromptMixture, places_of
 from rollout.progress import PartialCompletion, TokenRecord
 from rollout.request_ids import InGroup
 from rollout.rollouter import GroupUnderWay, Rollouter
-from rollout.types import Trajectory, TrajectoryGroup
+from rollout.types import KeptTokens, Trajectory, TrajectoryGroup
+
+ANY = AlgorithmConfig()
+"""An algorithm that learns from any group."""
 
 
 class LostPromptsError(ValueError):
@@ -150,12 +156,12 @@ def _captured_places(rollouter: Rollouter) -> dict[int, tuple[str, int]]:
     return places_of([*(group.prompt for group in groups), *map(stream.at, stream.returned)])
 
 
-def restore(state: RolloutState, rollouter: Rollouter) -> int:
+def restore(state: RolloutState, rollouter: Rollouter, algorithm: AlgorithmConfig = ANY) -> int:
     """Put the state into the new rollouter of a run that resumes after the checkpoint's steps.
 
     Returns how many groups do not fit, because rollout.max_staleness, algorithm.group_size or a weight of data.sources
-    has changed, or no teacher has scored them; the stream gives their prompts first. Raises OtherPromptsError and
-    LostPromptsError.
+    has changed, or because they lack what this run learns from: a teacher's scores, or what its advantage reads. The
+    stream gives their prompts first. Raises OtherPromptsError and LostPromptsError.
     """
     stream, buffer = rollouter.stream, rollouter.buffer
     if stream.checksum != state.prompts_checksum:
@@ -170,11 +176,12 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
         group = TrajectoryGroup(prompt=stream.at(ready.ordinal), trajectories=ready.trajectories, greedy=ready.greedy)
         is_whole = _has_same_size(state, rollouter, group.prompt.source)
         is_whole = is_whole and (rollouter.teacher is None or group.is_taught)
-        if not (is_whole and buffer.adopt(group)):
+        if not (is_whole and _has_what_is_read(group, algorithm) and buffer.adopt(group)):
             returned.append(ready.ordinal)
     for under_way in state.under_way:
         prompt = stream.at(under_way.ordinal)
-        fits = _has_same_size(state, rollouter, prompt.source)
+        known = [partial.completion.kept for partial in under_way.partials.values()]
+        fits = _has_same_size(state, rollouter, prompt.source) and _reads(known, algorithm)
         slot = buffer.ledger.adopt(under_way.claimed_version, prompt.source) if fits else None
         if slot is None:
             returned.append(under_way.ordinal)
@@ -198,6 +205,24 @@ def restore(state: RolloutState, rollouter: Rollouter) -> int:
     if isinstance(stream, PromptMixture):
         _require_every_prompt_of_each_source(stream, rollouter, state)
     return len(returned)
+
+
+def _has_what_is_read(group: TrajectoryGroup, algorithm: AlgorithmConfig) -> bool:
+    """Return whether a group has what algorithm.advantage computes from, which the run that sampled it may not have
+    needed."""
+    scored = [trajectory for trajectory in group.trajectories if trajectory.is_scored]
+    if algorithm.advantage == "remax" and group.greedy is None:
+        return False
+    if algorithm.advantage == "maxrl" and any(trajectory.shaped_reward < 0 for trajectory in scored):
+        return False
+    if any(name not in trajectory.reward_metrics for trajectory in scored for name in algorithm.gdpo_weights):
+        return False
+    return _reads([sequence.kept for trajectory in group.trajectories for sequence in trajectory.sequences], algorithm)
+
+
+def _reads(kept: Iterable[KeptTokens | None], algorithm: AlgorithmConfig) -> bool:
+    """Return whether algorithm.advantage can read tokens that were drawn from these."""
+    return algorithm.advantage != OPTIMAL_BASELINE or all(each is None for each in kept)
 
 
 def _has_same_size(state: RolloutState, rollouter: Rollouter, source: str) -> bool:

@@ -1,7 +1,9 @@
 """Finds and reads the checkpoint that a run continues from."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -15,8 +17,8 @@ from configs.checkpoint import (
     has_kept,
     read_config,
 )
-from configs.model import LoraConfig
-from configs.schema import Config
+from configs.model import LoraConfig, ModelConfig, ModelKind
+from configs.schema import AlgorithmConfig, Config
 from configs.validate import ConfigError
 from rollout.snapshot import RolloutState, decode
 from trainer.checkpoint.adapter import saved_adapter
@@ -35,6 +37,13 @@ from trainer.tracking.sinks import METRICS_FILE
 
 ROLLOUTS = "rollouts"
 """The name of the rollouts' snapshot in a checkpoint."""
+TINY_SHAPE = {
+    "hidden_size": ("hidden_size",),
+    "num_layers": ("num_hidden_layers",),
+    "num_experts": ("num_local_experts", "num_experts"),
+}
+"""A key of model.* of a model that is made here -> its names in the model's config.json, of newer versions of
+transformers and of older ones."""
 SAVED = b'"checkpoint/seconds"'
 """The metric of a step after a complete save."""
 
@@ -84,9 +93,11 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
             f"{checkpoint.global_steps} steps already"
         )
     if checkpoint is not None:
+        _refuse_another_shape(config.model, checkpoint)
         _refuse_another_adapter(config.model.lora, checkpoint)
-        if not (checkpoint.path / snapshot_file(SUPERVISED)).exists():  # which has neither reference nor teacher
+        if not (checkpoint.path / snapshot_file(SUPERVISED)).exists():  # which has no reference, teacher or critic
             _refuse_itself(config, checkpoint, run_dir)
+            _refuse_without_critic(config.algorithm, checkpoint)
     return checkpoint
 
 
@@ -110,6 +121,27 @@ def _said_before(run: Path, key: str) -> str:
         return f"; its {CONFIG_FILE} has {key}={OmegaConf.select(read_config(run / CONFIG_FILE), key)}"
     except UnreadableConfigError:
         return ""
+
+
+def _refuse_another_shape(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError, with both values, for the checkpoint of a model that is made here in another size."""
+    file = checkpoint.model_folder / "config.json"
+    if model.kind is not ModelKind.tiny or not file.is_file():
+        return
+    saved = json.loads(file.read_bytes())
+    for key, names in TINY_SHAPE.items():
+        ours, theirs = attrgetter(key)(model), next((saved[name] for name in names if name in saved), 0)
+        if ours != theirs:
+            raise ConfigError(f"model.{key}={ours}: the checkpoint {checkpoint.path} was trained with {theirs}")
+
+
+def _refuse_without_critic(algorithm: AlgorithmConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for a run that would go on with a critic which the checkpoint has not."""
+    if algorithm.needs_critic and not checkpoint.has_critic:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage}: the checkpoint {checkpoint.path} has no critic; a new run "
+            f"with model=hf model.path={checkpoint.path} begins with its weights and a new critic"
+        )
 
 
 def _refuse_another_adapter(lora: LoraConfig, checkpoint: Checkpoint) -> None:

@@ -279,7 +279,7 @@ class Training:
 
     def _restore(self, resumed: Resumed) -> None:
         try:
-            num_restarted = restore(resumed.rollouts, self.rollouter)
+            num_restarted = restore(resumed.rollouts, self.rollouter, self.config.algorithm)
         except OtherPromptsError as error:
             raise OtherPromptsError(f"{resumed.checkpoint.path}: {error} (data.*, seed={self.config.seed})") from error
         # What the run did after the checkpoint is moved away only now that the checkpoint has proved usable.

@@ -31,6 +31,8 @@ TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
 METADATA = ".metadata"
 """File of TRAIN_FOLDER that rank 0 writes when all ranks have written: a pickle that says what lies in which shard."""
+CRITIC = "critic"
+"""The beginning of the names of what a critic has learned, in TRAIN_FOLDER."""
 CHUNK = 2**22
 NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 """The errors of reading where there is no file of that name. Other errors are the file system's, and may pass."""
@@ -67,6 +69,12 @@ class Checkpoint:
     def model_folder(self) -> Path:
         return self.path / MODEL_FOLDER
 
+    @property
+    def has_critic(self) -> bool:
+        """Return whether it holds a critic. Raises OSError."""
+        with (self.train_folder / METADATA).open("rb") as stream:
+            names = _Unpickler(stream).load().state_dict_metadata
+        return any(name.startswith(f"{CRITIC}.") for name in names)
     def is_of(self, run_dir: Path) -> bool:
         """Return whether the run in that folder has saved it, and goes on from it, rather than beginning from another
         run's."""

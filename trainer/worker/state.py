@@ -26,7 +26,6 @@ from trainer.worker.drivers_disk import reader, writer
 from trainer.worker.loading import local
 
 POLICY = "policy"
-CRITIC = "critic"
 WEIGHTS = "weights"
 BASE = "base"
 

@@ -24,6 +24,7 @@ from configs.validate import ConfigError
 from rollout.types import FloatArray
 from trainer.batch import Int64Array, MicroBatch, StepResult
 from trainer.checkpoint.adapter import ADAPTER_FILE, adapter_json
+from trainer.checkpoint.store import CRITIC
 from trainer.learning_rate import ess_factor
 from trainer.losses.objective import Objective, Share, kl_estimate
 from trainer.metrics import EffectiveSampleSize, Last, Max, Mean, Metric, Sum, merge_metrics, over_optimizer_steps
@@ -51,7 +52,7 @@ from trainer.worker.model import (
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.parity import refuse_other_logprobs, refuse_other_segments
 from trainer.worker.segments import SegmentCache
-from trainer.worker.state import CRITIC, POLICY, StateWriter, Trained, copied, load, load_copied, sees
+from trainer.worker.state import POLICY, StateWriter, Trained, copied, load, load_copied, sees
 from trainer.worker.versions import Change, VersionStore
 from weight_sync.adapter import is_factor
 from weight_sync.protocol import Adapter, Checksums, Manifest, PublishOrder, Sender

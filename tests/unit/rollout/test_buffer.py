@@ -326,6 +326,18 @@ async def test_a_runs_buffer_is_what_the_config_says(filter_groups: bool) -> Non
         await buffer.put(await must_claim(buffer), failed_group(1, None))
 
 
+async def test_a_bound_that_no_token_of_the_run_reaches_costs_nothing() -> None:
+    """The ledger looks at every step within the bound: 10^9 of them would be 8 GB, for each group that is ready."""
+    config = Config(
+        rollout=RolloutConfig(max_staleness=10**9), trainer=TrainerConfig(total_steps=4, prompts_per_step=2)
+    )
+    buffer = make_buffer(config)
+    slots = [await must_claim(buffer) for _ in range(8)]
+    for ordinal, slot in enumerate(slots):
+        await buffer.put(slot, make_group(ordinal, 0))
+    assert [ordinals(await buffer.next_batch(step)) for step in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """A run that ends at any moment and goes on in another: every prompt is trained once, and what was sampled is kept."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,15 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import AlgorithmConfig
 from rollout.curriculum.order import OtherPromptsError
 from rollout.progress import PartialCompletion
 from rollout.prompts import PromptStream
 from rollout.snapshot import Ready, UnderWay, capture, decode, encode, restore
-from rollout.types import DiscardReason, TrajectoryGroup
+from rollout.types import DiscardReason, KeptTokens, TrajectoryGroup
 from tests.support.fakes import make_completion, make_group, make_trajectory, run_virtual
 from tests.support.rollouts import GROUPS_PER_STEP, NUM_STEPS, CheckpointedRun, make_rows
 from tests.support.routes import input_rows, routed_group, rows_of, some_routes
 from tests.support.sequences import only
+
+
+def _with(**values: Any) -> Callable[[Ready], Ready]:
+    """Return a function that sets fields of the trajectories of a group, or `kept` of their sequences."""
+    of_sequences = {name: values.pop(name) for name in ("kept",) if name in values}
+
+    def changed(ready: Ready) -> Ready:
+        made = ((replace(only(each), **of_sequences), each) for each in ready.trajectories)
+        return replace(ready, trajectories=tuple(replace(each, sequences=(its,), **values) for its, each in made))
+
+    return changed
 
 
 @settings(max_examples=60, deadline=None)
@@ -211,3 +225,29 @@ async def test_a_resumed_run_with_a_teacher_takes_only_groups_that_one_has_score
     assert taken.prompt.ordinal == first.ordinal and taken.is_taught
     kept = only(taken.trajectories[0]).teacher_logprobs
     assert kept is not None and kept.tolist() == scored.tolist() and kept.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "has"),
+    [
+        (AlgorithmConfig(advantage="remax"), lambda ready: replace(ready, greedy=make_trajectory(0))),
+        (AlgorithmConfig(advantage="gdpo", gdpo_weights={"a": 1, "b": 1}), _with(reward_metrics={"a": 0.0, "b": 1.0})),
+        (AlgorithmConfig(advantage="maxrl"), _with(overlong_penalty=0.0)),
+        (AlgorithmConfig(advantage="otb"), _with(kept=None)),
+    ],
+)
+async def test_a_resumed_run_with_another_advantage_samples_anew_what_it_cannot_read(
+    algorithm: AlgorithmConfig, has: Callable[[Ready], Ready]
+) -> None:
+    """The run before had grpo, a penalty for long responses and top-p. One of its groups has what is read now."""
+    state = await CheckpointedRun([1.0], max_staleness=3).until(2)
+    kept = KeptTokens(counts=np.array([1, 0], np.int32), token_ids=np.array([4], np.int32))
+    first, *others = map(_with(kept=kept, overlong_penalty=-1.0, reward_metrics={"a": 0.0}), state.ready)
+    piece = replace(make_completion([7], [0], ""), kept=kept.cut(0, 1))
+    begun = replace(state.under_way[0], partials={(0, 0): PartialCompletion(prompt_checksum=5, completion=piece)})
+    state = replace(state, ready=(has(first), *others), under_way=(begun, *state.under_way[1:]))
+    run, same = (CheckpointedRun([1.0], max_staleness=3, global_steps=2).rollouter for _ in range(2))
+    assert restore(state, same) == 0
+    assert restore(state, run, algorithm) == len(others) + (algorithm.advantage == "otb") > 0
+    assert [group.prompt.ordinal for group in run.buffer.ready] == [first.ordinal]
+    assert (begun.ordinal in run.under_way) == (algorithm.advantage != "otb")

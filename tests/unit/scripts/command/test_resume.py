@@ -1,6 +1,7 @@
 """A run goes on from the right checkpoint, and anything else is refused."""
 
 import errno
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,21 @@ from tests.support.compose import changed
 from tests.support.rollouts import CheckpointedRun
 from trainer.checkpoint.adapter import ADAPTER_FILE, SavedAdapter, adapter_json, saved_adapter
 from trainer.checkpoint.store import MARKER, Checkpoint, CheckpointError, CheckpointStore
+from trainer.tiny.model import TINY, ModelSize, build_model
 from trainer.tracking.metric_list import metric_list
 from trainer.tracking.set_aside import SetAside
 from trainer.tracking.sinks import JsonlSink
 
 
-def save(run_dir: Path, *steps: int, lora: LoraConfig | None = None) -> None:
+def save(
+    run_dir: Path, *steps: int, lora: LoraConfig | None = None, part: str = "policy", size: ModelSize = TINY
+) -> None:
     store = CheckpointStore(run_dir / "checkpoints")
     for step in steps:
         aside = store.begin(step)
-        write_state(aside / "train", {"0.distcp": b"1"})
+        write_state(aside / "train", {"0.distcp": b"1"}, [f"{part}.weights.x"])
         files = {"rollouts.bin": encode(capture(CheckpointedRun([1.0]).rollouter)), "recorder.bin": b"{}"}
+        files["model/config.json"] = build_model(64, seed=0, size=size).config.to_json_string().encode()
         if lora is not None:
             files[f"model/{ADAPTER_FILE}"] = adapter_json(lora, "org/base")
         store.publish(aside, step, store.seal(aside, step, files))
@@ -205,6 +210,28 @@ def test_another_adapter_than_the_checkpoint_s_is_refused_with_both_values(
     with pytest.raises(ConfigError) as caught:
         find_checkpoint(config, tmp_path, lambda told: None)
     assert str(caught.value) == message.format(tmp_path / "checkpoints" / "step_000020")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__num_layers": 3}, "model.num_layers=3: the checkpoint {} was trained with 2"),
+        ({"model__hidden_size": 96}, "model.hidden_size=96: the checkpoint {} was trained with 64"),
+        ({"model__num_experts": 4}, "model.num_experts=4: the checkpoint {} was trained with 0"),
+        ({"algorithm__advantage": "gae"}, "algorithm.advantage=gae: the checkpoint {} has no critic; a new run with"),
+    ],
+)
+def test_a_model_of_another_shape_and_a_critic_that_was_not_trained_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    """Train workers would say so after Ray and vLLM have started, with a traceback of torch and no key."""
+    save(tmp_path, 20)
+    with pytest.raises(ConfigError, match=re.escape(message.format(tmp_path / "checkpoints" / "step_000020"))):
+        find_checkpoint(changed(Config(), resume="auto", **changes), tmp_path, lambda told: None)
+    save(tmp_path, 40, part="critic", size=ModelSize(num_layers=3, num_experts=4))
+    shape = {"model__num_layers": 3, "model__num_experts": 4}
+    config = changed(Config(), resume="auto", algorithm__advantage="gae", **shape)
+    assert find_checkpoint(config, tmp_path, lambda told: None) is not None
 
 
 @pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4)])

@@ -90,7 +90,7 @@ class Autoscaler:
         wanted = window.replicas
         if way and self._is_due(way):
             self._in_a_row = 0
-            wanted = min(2 * wanted, math.ceil(wanted / max(0.5, 1 - window.wait))) if way > 0 else wanted - 1
+            wanted = math.ceil(wanted / max(0.5, 1 - window.wait)) if way > 0 else wanted - 1  # at most twice as many
             self._trial = Trial(before=window, replicas=self._within(wanted))
         return self._within(wanted)
 

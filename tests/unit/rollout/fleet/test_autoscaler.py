@@ -28,7 +28,11 @@ def test_what_lasts_changes_the_number_and_what_does_not_last_does_not() -> None
     assert decide(Autoscaler(1, 8), WAITING, BALANCED, WAITING, SATED, SATED) == [2, 2, 2, 2, 1]
     assert decide(Autoscaler(1, 3), WAITING, WAITING) == [2, 3]
     assert decide(Autoscaler(2, 8), SATED, SATED, SATED) == [2, 2, 2]
+    assert decide(Autoscaler(1, 8), replace(WAITING, wait=0.9), replace(WAITING, wait=0.9)) == [2, 4], "not more"
     assert decide(Autoscaler(1, 8), *[replace(SATED, has_surplus=False)] * 9) == [2] * 9, "the buffer is just kept full"
+    assert decide(Autoscaler(1, 8), *[replace(BALANCED, has_surplus=True)] * 9) == [2] * 9, "now and then it waits"
+    at_most = decide(Autoscaler(1, 2), WAITING, WAITING, replace(WAITING, wait=0.6), SATED, SATED)
+    assert at_most == [2, 2, 2, 2, 1], "what could not be tried puts nothing off"
 
 
 def test_a_change_that_does_not_pay_is_taken_back_and_tried_again_after_twice_as_long() -> None:
@@ -39,6 +43,7 @@ def test_a_change_that_does_not_pay_is_taken_back_and_tried_again_after_twice_as
     assert decide(scaler, *[WAITING] * 4) == [2, 2, 2, 4]
     faster = replace(WAITING, replicas=4, wait=0.05)
     assert decide(scaler, faster, faster, faster) == [4, 4, 4], "and stays where it pays"
+    assert decide(scaler, *[replace(WAITING, replicas=4)] * 2) == [4, 7], "the next one does not wait longer"
 
 
 def test_a_replica_that_is_missed_comes_back() -> None:
@@ -69,6 +74,7 @@ def test_the_replacement_of_a_lost_replica_is_waited_for_without_an_end() -> Non
     scaler = Autoscaler(1, 2)
     assert decide(scaler, WAITING, WAITING) == [2, 2]
     assert decide(scaler, *[replace(WAITING, replicas=1, coming=1)] * (LATE + 1)) == [2] * (LATE + 1)
+    assert decide(Autoscaler(1, 2), *[replace(SATED, replicas=1, coming=1)] * 2) == [2, 1], "unless nobody needs it"
 
 
 def test_replicas_that_nobody_here_asked_for_are_not_part_of_a_trial() -> None:
@@ -144,6 +150,7 @@ async def test_replicas_are_added_and_drained_through_the_operator(setup: Operat
         setup.operator.add(1)  # by a person: it is not needed
         await asyncio.sleep(300)
         assert setup.states()["replica-3"] == "DEAD" and len(setup.router.healthy) == 3
+        assert "replica-3 drains" in setup.told and any("replica-3 to go: " in text for text in setup.told)
 
 
 @operated()

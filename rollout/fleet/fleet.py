@@ -201,9 +201,8 @@ class ReplicaFleet:
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to the replica for now. Its requests in flight continue."""
-        if self.replicas[name].state in (ReplicaState.SYNCING, ReplicaState.READY):
+        if self.replicas[name].leave_service(error):
             self._tell(FleetEventKind.OUT_OF_SERVICE, name, f"{name} is out of service: {error}")
-            await self.router.eject(name, error)
 
     async def pin(self, count: int, why: str) -> list[str]:
         """Take up to `count` replicas out of service and out of updates, but leave one in service. No update may be

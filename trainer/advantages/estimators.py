@@ -93,7 +93,7 @@ def maxrl(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[Fl
     Raises:
         ValueError: a reward is below 0: a mean near 0 would make advantages without a bound.
     """
-    if (lowest := min((float(g.rewards.min(initial=0.0)) for g in groups), default=0.0)) < 0:
+    if (lowest := min(float(g.rewards.min()) for g in groups)) < 0:
         raise ValueError(f"algorithm.advantage=maxrl: a reward is {lowest:g}, and may not be below 0")
     means = [float(g.rewards.mean()) or np.inf for g in groups]
     return [_float32(_centered(g.rewards) / mean) for g, mean in zip(groups, means, strict=True)]

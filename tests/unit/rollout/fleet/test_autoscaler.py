@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.fleet.autoscaler import GAIN, IDLE, LATE, PATIENCE, WAITS, Autoscaler, Autoscaling, Window
+from rollout.replica.lifecycle import FleetMember
 from tests.support.fleets import OperatedFleet, operated
 
 WAITING = Window(replicas=2, wait=0.4, has_surplus=False)
@@ -112,10 +113,10 @@ def test_it_stays_within_its_bounds_settles_for_every_load_and_leaves_no_trainer
 
 
 class Fed:
-    """A buffer between a trainer and replicas of which three are needed."""
+    """A buffer between a trainer and replicas of which so many are needed."""
 
-    def __init__(self, setup: OperatedFleet):
-        self._setup, self._waited = setup, 0.0
+    def __init__(self, setup: OperatedFleet, needed: int):
+        self._setup, self._needed, self._waited = setup, needed, 0.0
         self.num_trained, self.ledger = 0, self
         self.window, self.capacity, self.groups_per_step, self.num_ready = self, 4, 2, 0
 
@@ -125,15 +126,15 @@ class Fed:
     async def train(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            speed = min(1.0, len(self._setup.router.healthy) / 3)
+            speed = min(1.0, len(self._setup.router.healthy) / self._needed)
             self.num_trained += 1
             self._waited += 1 - speed
-            self.num_ready = 2 * (len(self._setup.router.healthy) > 3)
+            self.num_ready = 2 * (len(self._setup.router.healthy) > self._needed)
 
 
 @asynccontextmanager
-async def scaled(setup: OperatedFleet) -> AsyncIterator[None]:
-    fed = Fed(setup)
+async def scaled(setup: OperatedFleet, needed: int = 3) -> AsyncIterator[None]:
+    fed = Fed(setup, needed)
     scaling = Autoscaling(operator=setup.operator, buffer=cast(Any, fed), scaler=Autoscaler(1, 8))
     tasks = [asyncio.create_task(scaling.run()), asyncio.create_task(fed.train())]
     yield
@@ -167,6 +168,22 @@ async def test_the_time_of_an_evaluation_does_not_count_and_ends_no_window(setup
         await asyncio.sleep(300)
         assert any("to be added: the trainer waits 33% of the time for 2" in text for text in setup.told)
         evaluating.cancel()
+
+
+@operated(min_replicas=2)
+async def test_the_successor_of_a_replica_that_is_needed_until_it_comes_is_not_given_up(setup: OperatedFleet) -> None:
+    """The machine of replica-1 is about to leave the cluster, and the trainer could do with one replica."""
+    start = setup.operator.start
+
+    async def slowly(name: str) -> FleetMember:
+        await asyncio.sleep(1000)
+        return await start(name)
+
+    setup.operator.start = slowly
+    setup.fleet.want_successor("replica-1")
+    async with scaled(setup, needed=1):
+        await asyncio.sleep(300)
+        assert setup.states() == {"replica-0": "READY", "replica-1": "READY", "replica-2": "STARTING"}
 
 
 @operated(max_replacements=2)

@@ -267,9 +267,7 @@ def make_buffer(config: Config, global_steps: int = 0) -> TrajectoryBuffer:
 
 
 def mask_stale(trajectory: Trajectory, is_fresh: Callable[[int], bool]) -> Trajectory:
-    """Take the tokens of stale versions out of the loss mask. Returns a copy where any are."""
-    if all(map(is_fresh, trajectory.versions)):
-        return trajectory
+    """Take the tokens of stale versions out of the loss mask. Returns a copy."""
     return replace(trajectory, sequences=tuple(_mask_stale(sequence, is_fresh) for sequence in trajectory.sequences))
 
 

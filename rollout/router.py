@@ -92,8 +92,7 @@ class ReplicaRouter:
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to `name` for now."""
-        if self.replicas[name].leave_service(error):
-            self.wake()
+        self.replicas[name].leave_service(error)
 
     async def remove(self, name: str, error: BaseException) -> None:
         """Never route to `name` again. Waiters wake up, because it may have been the last replica."""

@@ -113,7 +113,6 @@ class SlotLedger:
         self.live_version = global_steps
         self.total_groups = total_groups
         self.source = source
-        self.num_claimed = 0
         self.num_selected = window.groups_before(global_steps)
         self.num_dropped = 0
         self._ids = count() if ids is None else ids
@@ -163,7 +162,6 @@ class SlotLedger:
     def claim(self, source: str = "") -> Slot:
         """Take a free slot: only where `can_claim`. `source`: this ledger's."""
         slot = Slot(next(self._ids), self.live_version, self.source)
-        self.num_claimed += 1
         self._in_flight[slot.slot_id] = slot
         return slot
 
@@ -179,7 +177,6 @@ class SlotLedger:
         if not fits:
             del self._in_flight[slot.slot_id]
             return None
-        self.num_claimed += 1
         return slot
 
     def finish(self, slot: Slot, min_version: int) -> None:

@@ -70,10 +70,6 @@ class Warmed(Generic[T]):
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    @property
-    def num_idle(self) -> int:
-        return len(self._idle)
-
     async def take(self) -> T:
         """Return one for the caller alone. Raises PoolClosedError, what `make` raises, and TimeoutError."""
         self._require_open()

@@ -98,8 +98,7 @@ class Stages(Chooser):
     def tell(self, ordinal: int, row: int, passed: int, failed: int, drawn: int) -> None:
         """Take note of a group. One of an earlier stage that ends late says nothing of this one."""
         stage = self.cursor.stage
-        is_of_stage = stage < len(self._rows) - 1 and self._stage_of[row] == stage
-        if not (is_of_stage and passed + failed):
+        if self._stage_of[row] != stage or not passed + failed:  # no row is of the stage of all rows alone
             return
         window = (*self.cursor.window, passed / (passed + failed))[-STAGE_GROUPS:]
         self.cursor = replace(self.cursor, window=window)

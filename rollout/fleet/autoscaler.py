@@ -90,7 +90,7 @@ class Autoscaler:
         wanted = window.replicas
         if way and self._is_due(way):
             self._in_a_row = 0
-            wanted = min(2 * wanted, math.ceil(wanted / max(0.5, 1 - window.wait))) if way > 0 else wanted - 1
+            wanted = math.ceil(wanted / max(0.5, 1 - window.wait)) if way > 0 else wanted - 1  # at most twice as many
             self._trial = Trial(before=window, replicas=self._within(wanted))
         return self._within(wanted)
 
@@ -181,11 +181,16 @@ class Autoscaling:
             replicas=len(names),
             wait=waited_s / seconds,
             has_surplus=buffer.ledger.num_ready >= window.groups_per_step,
-            coming=len(self._in(ReplicaState.STARTING)),
+            coming=len(self._coming()),
         )
 
     def _in(self, *states: ReplicaState) -> list[str]:
         return [name for name, replica in self.operator.fleet.replicas.items() if replica.state in states]
+
+    def _coming(self) -> list[str]:
+        """Return the replicas that start, but none in the place of another that is still there: that is no more."""
+        successors = {replica.successor for replica in self.operator.fleet.replicas.values() if not replica.is_dead}
+        return [name for name in self._in(ReplicaState.STARTING) if name not in successors]
 
     def _serving(self) -> list[str]:
         """Return the replicas in service; none while some come or go, evaluate, or are paused by a client."""
@@ -199,7 +204,7 @@ class Autoscaling:
         if more > 0:
             names = self.operator.add(more)
             return self._tell(FleetEventKind.STARTING, f"{', '.join(names)} to be added: {why}")
-        starting, serving = self._in(ReplicaState.STARTING), self._in(ReplicaState.READY)
+        starting, serving = self._coming(), self._in(ReplicaState.READY)
         for name in (starting[::-1] + serving[::-1])[:-more]:
             try:
                 await (self.operator.remove(name) if name in starting else self.operator.drain(name))

@@ -99,11 +99,7 @@ class FleetControl:
                 # Also those that were late: the order to pause still reaches them, and then this one. Not those that
                 # refused: a resume would end another client's pause.
                 stays = {name for name, error in errors.items() if not isinstance(error, TimeoutError)}
-                undo = [
-                    r
-                    for r in self._fleet.running
-                    if modes.get(r.name, before and before.mode) is None and r.name not in stays
-                ]
+                undo = [r for r in self._fleet.running if modes.get(r.name, before) is None and r.name not in stays]
                 errors = (await self._on_all(lambda r: r.resume(), "resume", deadline, undo))[1] | errors
         if errors:
             failure = FleetPauseError(f"pause({mode.value})", errors)

@@ -138,8 +138,8 @@ class ReplicaFleet:
 
     def want_successor(self, name: str) -> str:
         """Ask for a replica in the place of another that is about to go, whose loss then asks for none."""
-        self.replicas[name].has_successor = True
-        return self.want()
+        successor = self.replicas[name].successor = self.want()
+        return successor
 
     def register(self, replica: FleetMember) -> bool:
         """Add a replica whose engine runs. Returns False when it was removed while it started."""
@@ -201,9 +201,8 @@ class ReplicaFleet:
 
     async def eject(self, name: str, error: BaseException) -> None:
         """Route nothing more to the replica for now. Its requests in flight continue."""
-        if self.replicas[name].state in (ReplicaState.SYNCING, ReplicaState.READY):
+        if self.replicas[name].leave_service(error):
             self._tell(FleetEventKind.OUT_OF_SERVICE, name, f"{name} is out of service: {error}")
-            await self.router.eject(name, error)
 
     async def pin(self, count: int, why: str) -> list[str]:
         """Take up to `count` replicas out of service and out of updates, but leave one in service. No update may be
@@ -235,6 +234,8 @@ class ReplicaFleet:
         if not replica.is_dead:
             self._tell(FleetEventKind.LEFT, name, f"{name} leaves: {why}")
             self._end(replica, RuntimeError(why))
+            for other in self.replicas.values():
+                other.successor = None if other.successor == name else other.successor
         await self._ended(replica)
 
     async def give_up(self, name: str, error: BaseException) -> None:
@@ -289,7 +290,7 @@ class ReplicaFleet:
         if replica.is_dead:
             return
         self._num_lost += 1
-        is_missed = replica.state is not ReplicaState.DRAINING and not replica.has_successor
+        is_missed = replica.state is not ReplicaState.DRAINING and replica.successor is None
         self._tell(FleetEventKind.GIVEN_UP, replica.name, f"{replica.name} is given up: {error}")
         self._end(replica, error)
         if is_missed and not self._replacements_left:

@@ -162,8 +162,8 @@ class Replica:
     """True if it was added after the run had begun."""
     replaces_lost_at: float | None = None
     """The time at which the replica that it replaces was lost; None once that is made good."""
-    has_successor: bool = False
-    """Another one was asked for in its place, before it is lost."""
+    successor: str | None = None
+    """The replica that was asked for in its place, before it is lost. None, too, once that one was removed."""
 
     # -- weights: the checkpoint manager's view
     version: int = -1

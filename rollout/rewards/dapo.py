@@ -43,7 +43,7 @@ _REPLACED = (
 def dapo(prompt: Prompt, text: str) -> RewardResult:
     """Reward +1 for the right answer, else -1; accuracy 1 or 0."""
     answer = extract_answer(text)
-    is_right = answer is not None and answer == normalize(prompt.ground_truth)
+    is_right = answer == normalize(prompt.ground_truth)
     return RewardResult(
         reward=1.0 if is_right else -1.0,
         accuracy=float(is_right),

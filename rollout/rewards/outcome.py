@@ -15,6 +15,11 @@ MAX_ERROR_CHARS = 2000
 """The longest text of an error: what the code of a model raises can have any length."""
 
 
+LARGEST_REWARD = 1e30
+"""The largest reward, whatever its sign. Advantages are float32, and end the run where they are not finite; so many
+rewards as an episode may have are added up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Raised:
     """A reward raised this, or did something for which this stands."""
@@ -42,10 +47,10 @@ def settled(where: str, outcome: object) -> RewardResult:
         if isinstance(outcome, Raised):
             raise outcome.error
         result = (
-            outcome if isinstance(outcome, RewardResult) else RewardResult(reward=finite_number("a reward", outcome))
+            outcome if isinstance(outcome, RewardResult) else RewardResult(reward=reward_number("a reward", outcome))
         )
         return RewardResult(
-            reward=finite_number("a reward", result.reward),
+            reward=reward_number("a reward", result.reward),
             accuracy=None if result.accuracy is None else finite_number("an accuracy", result.accuracy),
             answer=None if result.answer is None else _text("an answer", result.answer),
             metrics=checked_metrics(result.metrics),
@@ -78,6 +83,14 @@ def checked_metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
         _text("the name of a metric", name): finite_number(f"the metric {name}", value)
         for name, value in metrics.items()
     }
+
+
+def reward_number(what: str, value: object) -> float:
+    """Return a reward as a float. Raise TypeError or ValueError, as `finite_number` does, if it is none."""
+    number = finite_number(what, value)
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"{what} must be from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, not {number:g}")
+    return number
 
 
 def finite_number(what: str, value: object) -> float:

@@ -49,12 +49,16 @@ def load_scorer(rollout: RolloutConfig) -> RewardScorer:
 
 async def _score(term: RewardTerm, place: Place, responses: Responses) -> list[RewardResult]:
     outcomes = await place.score(responses)
-    results: list[RewardResult] = []
-    for (prompt, _), outcome in zip(responses, outcomes, strict=True):
-        where = f"{term.path} of prompt {prompt.ordinal}"
-        result = settled(where, outcome)
-        results.append(result if result.error is None else replace(result, error=f"{where}: {result.error}"))
-    return results
+    return [
+        _named(f"{term.path} of prompt {prompt.ordinal}", outcome)
+        for (prompt, _), outcome in zip(responses, outcomes, strict=True)
+    ]
+
+
+def _named(where: str, outcome: object) -> RewardResult:
+    """Return the result of an outcome. Its error begins with `where`."""
+    result = settled(where, outcome)
+    return result if result.error is None else replace(result, error=f"{where}: {result.error}")
 
 
 def _combined(terms: Sequence[RewardTerm], results: Sequence[RewardResult]) -> RewardResult:
@@ -73,10 +77,11 @@ def _combined(terms: Sequence[RewardTerm], results: Sequence[RewardResult]) -> R
     if errors := [result.error for result in results if result.error is not None]:
         return RewardResult(reward=0.0, error="; ".join(errors))
     reads = {result.read for result in results if result.read is not None}
-    return RewardResult(
+    total = RewardResult(
         reward=reward,
         accuracy=next(iter(accuracies), None),
         answer=next(iter(answers), None),
         metrics=metrics,
         read=reads.pop() if len(reads) == 1 else None if not reads else MIXED,
     )
+    return _named("the sum of rollout.reward", total)  # may be larger than a reward is allowed to be

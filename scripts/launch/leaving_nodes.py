@@ -58,7 +58,7 @@ class LeavingNodes:
         """Ask for the replacement once, and drain the replica as soon as enough others serve."""
         if replica.state not in (ReplicaState.READY, ReplicaState.STALE):
             return
-        if not replica.has_successor:
+        if replica.successor is None:
             name = self.operator.fleet.want_successor(replica.name)
             text = f"{replica.name} to be replaced by {name}: {replica.node} is about to leave the cluster"
             self.operator.fleet.report(FleetEvent(FleetEventKind.STARTING, name, text))

@@ -44,10 +44,10 @@ REWARDS = {"gsm8k": "gsm8k", "aime": "dapo"}
 TOKEN_TYPES = {None: "none", "token": "token_is", "sequence": "seq_is"}
 
 
-def _engine(theirs: Theirs, *names: str, default: int = 1) -> int:
-    """Return the first of these keys of the engines that is there."""
+def _engine(theirs: Theirs, *names: str) -> int:
+    """Return the first of these keys of the engines that is there, else 1."""
     keys = [f"{section}.{name}" for section in ENGINES for name in names]
-    return next((number(theirs, key) for key in keys if key in theirs), default)
+    return next((number(theirs, key) for key in keys if key in theirs), 1)
 
 
 def _loss(value: Any, theirs: Theirs) -> Answer:

@@ -93,7 +93,7 @@ def maxrl(groups: Sequence[ScoredGroup], _algorithm: AlgorithmConfig) -> list[Fl
     Raises:
         ValueError: a reward is below 0: a mean near 0 would make advantages without a bound.
     """
-    if (lowest := min((float(g.rewards.min(initial=0.0)) for g in groups), default=0.0)) < 0:
+    if (lowest := min(float(g.rewards.min()) for g in groups)) < 0:
         raise ValueError(f"algorithm.advantage=maxrl: a reward is {lowest:g}, and may not be below 0")
     means = [float(g.rewards.mean()) or np.inf for g in groups]
     return [_float32(_centered(g.rewards) / mean) for g, mean in zip(groups, means, strict=True)]
@@ -138,8 +138,7 @@ def group_advantages(
         rewards: per group [G]; entries of trajectories without a reward are not read.
 
     Raises:
-        ValueError: a reward is not finite in float32; a user's own estimator returned another shape, or a number that
-            is not finite.
+        ValueError: a user's own estimator returned another shape, or a number that is not finite.
     """
     advantages = [np.zeros(len(group.trajectories), np.float32) for group in groups]
     scored = [np.array([trajectory.is_scored for trajectory in group.trajectories]) for group in groups]
@@ -153,7 +152,7 @@ def group_advantages(
     if shapes != expected:
         raise ValueError(f"algorithm.advantage={algorithm.advantage}: gave arrays of shape {shapes}, not {expected}")
     for index, estimate in zip(usable, estimates, strict=True):
-        if not (np.isfinite(estimate).all() and _fits_float32(rewards[index][scored[index]])):
+        if not np.isfinite(estimate).all():
             ordinal = groups[index].prompt.ordinal
             raise ValueError(f"algorithm.advantage={algorithm.advantage}: gave {estimate} for prompt {ordinal}")
         advantages[index][scored[index]] = estimate
@@ -170,10 +169,6 @@ def merge_rounded(values: Float64Array, rounding: float) -> Float64Array:
         else:
             smallest = merged[place]
     return merged
-
-
-def _fits_float32(rewards: Float64Array) -> bool:
-    return bool((np.abs(rewards) <= np.finfo(np.float32).max).all())
 
 
 def _scored_group(

@@ -45,7 +45,7 @@ def proximal_logprobs(
     current = before.detach()
     if proximal is Proximal.rollout:
         return rollout_logprobs
-    if proximal is Proximal.exact and scored is not None:
+    if scored is not None:
         return scored.where(~scored.isnan(), current)
     if proximal in (Proximal.current, Proximal.exact):
         return current
@@ -112,8 +112,7 @@ def is_kept(tokens: LossTokens, spec: CorrectionSpec) -> Tensor:
     DeepSeek-V3.2, arXiv:2512.02556): what is unlikely by now is not pushed further down.
     """
     log_ratio = (tokens.logprobs.detach() - tokens.rollout_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if spec.rejection is None or spec.high is None:
-        return torch.ones_like(log_ratio, dtype=torch.bool)
+    assert spec.rejection is not None and spec.high is not None, "validated with the config"
     if spec.rejection is Rejection.opsm:
         divergences = -means(log_ratio, tokens.sequences, tokens.num_sequences)
         return (tokens.advantages >= 0) | (divergences <= spec.high)[tokens.sequences]

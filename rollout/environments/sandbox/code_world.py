@@ -6,14 +6,13 @@ the repaired program, which hidden tests judge. The problems are those of rollou
 rollout.agent_loop=rollout.environments.sandbox.code_world:agent_loop
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from rollout.agents.environment import Step, Turn
 from rollout.agents.multi_turn import MultiTurn
 from rollout.environments.sandbox.hidden_tests import FILE, TESTS, read_cases, run_cases, values_of, with_calls
 from rollout.environments.sandbox.sandbox import Sandbox
-from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
+from rollout.environments.sandbox.sandboxes import sandbox_config, sandboxes
 from rollout.types import Prompt
 
 RUN = "run"
@@ -33,17 +32,16 @@ def report(call: str, value: str, wanted: str) -> str:
 class CodeWorld:
     """One episode. It takes a sandbox when something is to be run."""
 
-    def __init__(self, prompt: Prompt, pool: Callable[[], Sandboxes] = sandboxes):
-        """`pool`: returns where sandboxes come from. Raises ValueError for a row of other data."""
+    def __init__(self, prompt: Prompt):
+        """Raises ValueError for a row of other data."""
         if TEST not in prompt.extra:
             raise ValueError(f"the row has no column {TEST!r}: set data.loader=rollout.data.code_world:rows")
         self._program, self._test = prompt.extra["program"], prompt.extra[TEST]
         self._cases = read_cases(prompt.extra.get(TESTS))
-        self._pool = pool
         self._sandbox: Sandbox | None = None
 
     async def step(self, turn: Turn, /) -> Step:
-        sandbox = self._sandbox = self._sandbox or await self._pool().take()
+        sandbox = self._sandbox = self._sandbox or await sandboxes().take()
         text = turn.strip()
         if text == RUN:
             value = await self._tested(sandbox)
@@ -55,7 +53,7 @@ class CodeWorld:
 
     async def close(self) -> None:
         if self._sandbox is not None:
-            self._pool().give_back(self._sandbox)
+            sandboxes().give_back(self._sandbox)
             self._sandbox = None
 
     async def _tested(self, sandbox: Sandbox) -> str:

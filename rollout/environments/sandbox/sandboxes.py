@@ -10,7 +10,7 @@ from configs.runtime.deadline import within
 from configs.sandbox import SandboxConfig
 from rollout.agents.loop import at_end
 from rollout.agents.pool import Warmed
-from rollout.environments.sandbox.launching import Launcher, make_launcher
+from rollout.environments.sandbox.launching import make_launcher
 from rollout.environments.sandbox.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
@@ -24,10 +24,9 @@ class Sandboxes:
             outcome = await sandbox.exec(["python3", "-c", "print(2 + 2)"])
     """
 
-    def __init__(self, config: SandboxConfig, launcher: Launcher | None = None):
-        """`launcher`: starts them; by default as sandbox.backend says."""
+    def __init__(self, config: SandboxConfig):
         self.config = config
-        self._launcher = make_launcher(config) if launcher is None else launcher
+        self._launcher = make_launcher(config)
         self._free = asyncio.Semaphore(config.max_running)
         self._warm: Warmed[Sandbox] = Warmed(
             self._start,
@@ -74,9 +73,9 @@ class Sandboxes:
         self._free.release()
 
     @asynccontextmanager
-    async def lent(self, image: str | None = None) -> AsyncIterator[Sandbox]:
+    async def lent(self) -> AsyncIterator[Sandbox]:
         """Lend a sandbox to the block. Raises as `take` does."""
-        sandbox = await self.take(image)
+        sandbox = await self.take()
         try:
             yield sandbox
         finally:

@@ -6,7 +6,7 @@ rollout.agent_loop=rollout.environments.sandbox.tools:agent_loop data.chat_templ
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.sandbox.harbor import Task, set_up, task_of, verified
 from rollout.environments.sandbox.launching import HOME
 from rollout.environments.sandbox.sandbox import Sandbox, SandboxLostError
-from rollout.environments.sandbox.sandboxes import Sandboxes, sandbox_config, sandboxes
+from rollout.environments.sandbox.sandboxes import sandbox_config, sandboxes
 from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, tool_turns
 from rollout.types import Prompt
 
@@ -107,9 +107,8 @@ class _Within:
 class SandboxEnvironment:
     """One episode in a sandbox, which it has from its `reset` to its `close`."""
 
-    def __init__(self, prompt: Prompt, settings: Settings, pool: Callable[[], Sandboxes] = sandboxes):
-        """`pool`: returns where sandboxes come from."""
-        self._prompt, self._settings, self._pool = prompt, settings, pool
+    def __init__(self, prompt: Prompt, settings: Settings):
+        self._prompt, self._settings = prompt, settings
         self._task: Task | None = None
         self._sandbox: Sandbox | None = None
         self._tools: _Within | None = None
@@ -117,7 +116,7 @@ class SandboxEnvironment:
         self._num_turns = 0
 
     async def reset(self) -> Observation:
-        pool, settings = self._pool(), self._settings
+        pool, settings = sandboxes(), self._settings
         task = self._task = task_of(self._prompt)
         sandbox = self._sandbox = await pool.take(None if task is None else task.image(pool.config))
         if task is not None:
@@ -146,7 +145,7 @@ class SandboxEnvironment:
 
     async def close(self) -> None:
         if self._sandbox is not None:
-            self._pool().give_back(self._sandbox)
+            sandboxes().give_back(self._sandbox)
             self._sandbox = None
 
 

@@ -8,7 +8,6 @@ from itertools import product
 
 from rollout.environments.search.documents import Document
 
-NUM_KINDS = 4
 _CODAS = "lsnrmdkt"
 FIRST = tuple(tuple(map("".join, product(onsets, "aeiou", _CODAS))) for onsets in ("BM", "DR", "GL", "KT"))
 """Eighty syllables per kind that begin a name."""
@@ -19,8 +18,7 @@ ROOM = 1.25
 
 
 def names(kind: int, count: int, rng: random.Random) -> list[str]:
-    """Draw distinct names of one of NUM_KINDS kinds, of two syllables up to some 5,000 of them. Kinds have none in
-    common.
+    """Draw distinct names of one of four kinds, of two syllables up to some 5,000 of them. Kinds have none in common.
 
     Example: names(0, 2, random.Random(0)) == ["Butgis", "Mudhus"]
     """

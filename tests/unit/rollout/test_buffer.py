@@ -1,6 +1,7 @@
 """The buffer between rollouter and trainer: no group is lost or trained twice, and every wait has an end."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, 
 from rollout.buffer import TooFewGroupsError, TrajectoryBuffer, make_buffer, mask_stale
 from rollout.failures import FailureBudget, RewardFailuresError
 from rollout.staleness import Slot, SlotLedger, StalenessWindow
-from rollout.types import TrainBatch, Trajectory, TrajectoryGroup
+from rollout.types import DiscardedGroup, DiscardReason, TrainBatch, Trajectory, TrajectoryGroup
 from tests.support.fakes import make_group, make_mixed_group, make_prompt, make_trajectory, run_virtual, settle
 from tests.support.sequences import only
 
@@ -230,9 +231,12 @@ def aborted(*versions: int) -> Trajectory:
 async def test_an_aborted_group_makes_room_for_another() -> None:
     """Nothing is left of it to learn from, and maybe no token that would have a version."""
     buffer = small_buffer()
+    told = list[DiscardedGroup]()
+    buffer.on_discard = told.append
     await buffer.put(await must_claim(buffer), replace(make_group(0, 0), trajectories=(aborted(), aborted(0, 0))))
     gauges = buffer.gauges()
     assert (gauges["rollout/aborted_groups"], gauges["rollout/filtered_groups"]) == (1, 0)
+    assert [(group.reason, len(group.trajectories)) for group in told] == [(DiscardReason.aborted, 2)]
     await buffer.put(await must_claim(buffer), make_group(1, 0))
     assert ordinals(await buffer.next_batch(0)) == [1]
 
@@ -349,10 +353,10 @@ async def whole_run(  # noqa: PLR0913
     flat: list[bool],
     train_s: float,
     sync_s: tuple[float, float],
-) -> list[TrainBatch]:
+) -> tuple[list[TrainBatch], int]:
     """`num_producers` at random speed, and a trainer that begins its next step while its weights are on their way.
     `sync_s`: from their publication until they are live, and from then until `advance`. All rewards of a group are
-    equal where `flat` says so."""
+    equal where `flat` says so. Returns the batches, and how many slots were claimed."""
     window, live, next_ordinal = buffer.ledger.window, 0, 0
 
     async def produce() -> None:
@@ -384,12 +388,12 @@ async def whole_run(  # noqa: PLR0913
                 await updating
             if (step + 1) % window.update_interval == 0:
                 updating = asyncio.create_task(update(step + 1))
-    return batches
+    return batches, next_ordinal
 
 
 def run_whole(
     policy: StalePolicy, draw: Callable[[Any], Any], flat: list[bool]
-) -> tuple[TrajectoryBuffer, list[TrainBatch]]:
+) -> tuple[TrajectoryBuffer, list[TrainBatch], int]:
     groups_per_step, interval = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     num_steps = interval * draw(st.integers(1, 5))
     window = StalenessWindow(
@@ -397,8 +401,10 @@ def run_whole(
     )
     ledger = SlotLedger(window, policy, num_steps * groups_per_step)
     buffer = TrajectoryBuffer(ledger, batch_timeout_s=100_000.0, max_sample_batches=20)
+    told = list[DiscardedGroup]()
+    buffer.on_discard = told.append
     seconds = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 7.0, 40.0]), min_size=1, max_size=9))
-    work: Coroutine[Any, Any, list[TrainBatch]] = whole_run(
+    work: Coroutine[Any, Any, tuple[list[TrainBatch], int]] = whole_run(
         buffer,
         num_steps,
         draw(st.integers(1, 12)),
@@ -407,7 +413,11 @@ def run_whole(
         draw(st.sampled_from([0.0, 3.0])),
         draw(st.tuples(st.sampled_from([0.0, 2.0, 20.0]), st.integers(0, 2))),
     )
-    return buffer, run_virtual(work)
+    result = run_virtual(work)
+    reasons = Counter(group.reason for group in told)
+    assert reasons == Counter({DiscardReason.filtered: buffer.num_filtered, DiscardReason.stale: ledger.num_dropped})
+    assert buffer.discarded.total() == len(told) and buffer.num_trained == num_steps * groups_per_step
+    return buffer, *result
 
 
 SOME_DIFFER = st.lists(st.booleans(), min_size=1, max_size=12).filter(lambda some: not all(some))
@@ -419,16 +429,16 @@ def test_every_prompt_is_trained_filtered_or_dropped_once(
     policy: StalePolicy, flat: list[bool], data: st.DataObject
 ) -> None:
     """Every batch is full, within the bound, in order and of groups that differ, and no more are claimed than that."""
-    buffer, batches = run_whole(policy, data.draw, flat)
+    buffer, batches, num_claimed = run_whole(policy, data.draw, flat)
     window, ledger = buffer.ledger.window, buffer.ledger
     trained = [ordinal for batch in batches for ordinal in ordinals(batch)]
     assert len(set(trained)) == len(trained) == ledger.total_groups
     assert not any(flat[ordinal % len(flat)] for ordinal in trained)
-    assert ledger.num_claimed == ledger.total_groups + buffer.num_filtered + ledger.num_dropped
-    assert buffer.num_filtered == sum(flat[ordinal % len(flat)] for ordinal in range(ledger.num_claimed))
+    assert num_claimed == ledger.total_groups + buffer.num_filtered + ledger.num_dropped
+    assert buffer.num_filtered == sum(flat[ordinal % len(flat)] for ordinal in range(num_claimed))
     assert ledger.num_in_flight == ledger.num_ready == 0
     if policy is not StalePolicy.drop:
-        assert sorted(trained) == [n for n in range(ledger.num_claimed) if not flat[n % len(flat)]]
+        assert sorted(trained) == [n for n in range(num_claimed) if not flat[n % len(flat)]]
     for step, batch in enumerate(batches):
         assert len(batch.groups) == window.groups_per_step and ordinals(batch) == sorted(ordinals(batch))
         for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):

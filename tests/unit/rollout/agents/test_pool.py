@@ -150,7 +150,7 @@ def test_none_is_shared_none_is_left_behind_and_no_more_wait_than_allowed(
 
         async def watch() -> None:
             while True:
-                assert pool.num_idle <= size
+                assert len(pool._idle) <= size
                 await asyncio.sleep(0.5)
 
         watching = asyncio.create_task(watch())
@@ -183,7 +183,7 @@ def test_a_start_that_nobody_waited_for_is_tried_again_when_one_is_taken(caplog:
         pool = pool_of(host, size=1)
         pool.give_back(await pool.take())
         await asyncio.sleep(100)
-        assert (host.num_starts, pool.num_idle) == (2, 0), "not again and again"
+        assert (host.num_starts, len(pool._idle)) == (2, 0), "not again and again"
         began = now()
         await pool.take()
         assert now() - began == START_S

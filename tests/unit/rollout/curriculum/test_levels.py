@@ -16,6 +16,7 @@ def levels(*values: object, **more: bool) -> list[int]:
 def test_numbers_ascend_and_text_that_is_a_number_is_one() -> None:
     assert levels(3, 1, 20, 3) == [1, 0, 2, 1]
     assert levels("10", "9", 9.0) == [1, 0, 0]
+    assert levels(0, *[1] * 98, 2) == [0, *[1] * 98, 2], "a few values are a level each, however rare"
 
 
 def test_other_text_has_a_level_for_each_value_unless_an_order_is_needed() -> None:

@@ -63,6 +63,11 @@ def test_parts_of_text_are_joined_and_empty_fields_are_absent() -> None:
         (SAID | {"tool_calls": [{"name": "f", "mood": 1}]}, "messages[0].tool_calls[0].mood = 1: allowed is one of"),
         (SAID | {"tool_calls": [{"function": {"name": ""}}]}, "messages[0].tool_calls[0].function.name = "),
         (SAID | {"tool_calls": [{"name": "f", "arguments": [1]}]}, "messages[0].tool_calls[0].function.arguments = "),
+        (SAID | {"tool_calls": [{"type": "custom", "function": CALL}]}, "messages[0].tool_calls[0].type = .*custom"),
+        (SAID | {"tool_calls": [CALL | {"id": 5}]}, "messages[0].tool_calls[0].id = 5: allowed is a string"),
+        (SAID | {"weight": 2}, "messages[0].weight = 2: allowed is 0 or 1"),
+        (USER | {"content": [{"text": "x"}]}, "messages[0].content[0] = "),
+        (USER | {"content": [{"type": "text", "text": "x", "image_url": "y"}]}, "messages[0].content[0] = "),
         ({"role": "critic", "content": "x"}, 'messages[0].role = "critic": allowed is one of system, developer'),
         ({"role": "assistant"}, "messages[0].content = null"),
         (USER | {"content": [{"type": "image_url", "image_url": "x"}]}, "messages[0].content[0] = "),
@@ -97,6 +102,7 @@ def test_tools_are_read_in_every_form(tools: Any) -> None:
     ("tools", "said"),
     [
         ("weather", "column 'tools' must be a list of tools, is str"),
+        ([{"name": "f", "description": "\ud800"}], "column 'tools': is no Unicode text"),
         (["weather"], r'tools\[0\] = "weather": allowed is an object with type, function'),
         ([{"type": "web_search"}], r'tools\[0\]\.type = "web_search": allowed is "function"'),
         ([{"type": "function"}], r"tools\[0\]\.function = null: allowed is an object with name and parameters"),
@@ -254,8 +260,9 @@ def test_text_that_begins_as_messages_and_is_not_json_is_refused(text: str) -> N
         as_row({"question": text, "answer": "2"}, "x:1", Columns(prompt="question", answer="answer"))
 
 
-def test_json_text_of_sharegpt_is_messages_in_a_prompt_too() -> None:
-    text = json.dumps([{"from": "human", "value": "Weather?"}])
+@pytest.mark.parametrize("message", [USER, {"from": "human", "value": "Weather?"}])
+def test_json_text_of_messages_is_messages_in_a_prompt_too(message: dict[str, str]) -> None:
+    text = json.dumps([message])
     row = as_row({"question": text, "answer": "2"}, "x:1", Columns(prompt="question", answer="answer"))
     assert row.question == "Weather?"
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.fleet.autoscaler import GAIN, IDLE, LATE, PATIENCE, WAITS, Autoscaler, Autoscaling, Window
+from rollout.replica.lifecycle import FleetMember
 from tests.support.fleets import OperatedFleet, operated
 
 WAITING = Window(replicas=2, wait=0.4, has_surplus=False)
@@ -28,7 +29,11 @@ def test_what_lasts_changes_the_number_and_what_does_not_last_does_not() -> None
     assert decide(Autoscaler(1, 8), WAITING, BALANCED, WAITING, SATED, SATED) == [2, 2, 2, 2, 1]
     assert decide(Autoscaler(1, 3), WAITING, WAITING) == [2, 3]
     assert decide(Autoscaler(2, 8), SATED, SATED, SATED) == [2, 2, 2]
+    assert decide(Autoscaler(1, 8), replace(WAITING, wait=0.9), replace(WAITING, wait=0.9)) == [2, 4], "not more"
     assert decide(Autoscaler(1, 8), *[replace(SATED, has_surplus=False)] * 9) == [2] * 9, "the buffer is just kept full"
+    assert decide(Autoscaler(1, 8), *[replace(BALANCED, has_surplus=True)] * 9) == [2] * 9, "now and then it waits"
+    at_most = decide(Autoscaler(1, 2), WAITING, WAITING, replace(WAITING, wait=0.6), SATED, SATED)
+    assert at_most == [2, 2, 2, 2, 1], "what could not be tried puts nothing off"
 
 
 def test_a_change_that_does_not_pay_is_taken_back_and_tried_again_after_twice_as_long() -> None:
@@ -39,6 +44,7 @@ def test_a_change_that_does_not_pay_is_taken_back_and_tried_again_after_twice_as
     assert decide(scaler, *[WAITING] * 4) == [2, 2, 2, 4]
     faster = replace(WAITING, replicas=4, wait=0.05)
     assert decide(scaler, faster, faster, faster) == [4, 4, 4], "and stays where it pays"
+    assert decide(scaler, *[replace(WAITING, replicas=4)] * 2) == [4, 7], "the next one does not wait longer"
 
 
 def test_a_replica_that_is_missed_comes_back() -> None:
@@ -69,6 +75,7 @@ def test_the_replacement_of_a_lost_replica_is_waited_for_without_an_end() -> Non
     scaler = Autoscaler(1, 2)
     assert decide(scaler, WAITING, WAITING) == [2, 2]
     assert decide(scaler, *[replace(WAITING, replicas=1, coming=1)] * (LATE + 1)) == [2] * (LATE + 1)
+    assert decide(Autoscaler(1, 2), *[replace(SATED, replicas=1, coming=1)] * 2) == [2, 1], "unless nobody needs it"
 
 
 def test_replicas_that_nobody_here_asked_for_are_not_part_of_a_trial() -> None:
@@ -106,10 +113,10 @@ def test_it_stays_within_its_bounds_settles_for_every_load_and_leaves_no_trainer
 
 
 class Fed:
-    """A buffer between a trainer and replicas of which three are needed."""
+    """A buffer between a trainer and replicas of which so many are needed."""
 
-    def __init__(self, setup: OperatedFleet):
-        self._setup, self._waited = setup, 0.0
+    def __init__(self, setup: OperatedFleet, needed: int):
+        self._setup, self._needed, self._waited = setup, needed, 0.0
         self.num_trained, self.ledger = 0, self
         self.window, self.capacity, self.groups_per_step, self.num_ready = self, 4, 2, 0
 
@@ -119,15 +126,15 @@ class Fed:
     async def train(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            speed = min(1.0, len(self._setup.router.healthy) / 3)
+            speed = min(1.0, len(self._setup.router.healthy) / self._needed)
             self.num_trained += 1
             self._waited += 1 - speed
-            self.num_ready = 2 * (len(self._setup.router.healthy) > 3)
+            self.num_ready = 2 * (len(self._setup.router.healthy) > self._needed)
 
 
 @asynccontextmanager
-async def scaled(setup: OperatedFleet) -> AsyncIterator[None]:
-    fed = Fed(setup)
+async def scaled(setup: OperatedFleet, needed: int = 3) -> AsyncIterator[None]:
+    fed = Fed(setup, needed)
     scaling = Autoscaling(operator=setup.operator, buffer=cast(Any, fed), scaler=Autoscaler(1, 8))
     tasks = [asyncio.create_task(scaling.run()), asyncio.create_task(fed.train())]
     yield
@@ -144,6 +151,7 @@ async def test_replicas_are_added_and_drained_through_the_operator(setup: Operat
         setup.operator.add(1)  # by a person: it is not needed
         await asyncio.sleep(300)
         assert setup.states()["replica-3"] == "DEAD" and len(setup.router.healthy) == 3
+        assert "replica-3 drains" in setup.told and any("replica-3 to go: " in text for text in setup.told)
 
 
 @operated()
@@ -160,6 +168,22 @@ async def test_the_time_of_an_evaluation_does_not_count_and_ends_no_window(setup
         await asyncio.sleep(300)
         assert any("to be added: the trainer waits 33% of the time for 2" in text for text in setup.told)
         evaluating.cancel()
+
+
+@operated(min_replicas=2)
+async def test_the_successor_of_a_replica_that_is_needed_until_it_comes_is_not_given_up(setup: OperatedFleet) -> None:
+    """The machine of replica-1 is about to leave the cluster, and the trainer could do with one replica."""
+    start = setup.operator.start
+
+    async def slowly(name: str) -> FleetMember:
+        await asyncio.sleep(1000)
+        return await start(name)
+
+    setup.operator.start = slowly
+    setup.fleet.want_successor("replica-1")
+    async with scaled(setup, needed=1):
+        await asyncio.sleep(300)
+        assert setup.states() == {"replica-0": "READY", "replica-1": "READY", "replica-2": "STARTING"}
 
 
 @operated(max_replacements=2)

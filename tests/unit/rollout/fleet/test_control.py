@@ -411,3 +411,10 @@ async def test_a_resume_that_fails_is_told_and_tried_again(setup: FleetSetup) ->
         setup.engines["a"].errors.clear()
         await asyncio.sleep(RETRY_S)
         assert await setup.paused() == {"a": None, "b": None}
+        await setup.control.pause(PauseMode.keep, by="alice")
+        setup.engines["a"].errors["thaw"] = OSError("no reply")
+        await asyncio.sleep(LIMIT_S + 1)
+        setup.engines["a"].errors.clear()
+        await setup.control.pause(PauseMode.keep, by="bob")
+        await asyncio.sleep(RETRY_S)
+        assert await setup.paused() == {"a": "keep", "b": "keep"}, "unless a client has paused it meanwhile"

@@ -71,6 +71,7 @@ def test_only_the_end_of_a_response_is_read(answer: str, limit: int) -> None:
         ("45^{\\circ}", "45"),
         ("12 square inches", "12"),
         ("\\$18", "18"),
+        ("about $34$ of them", "34"),
         ("the area is $x = 1{,}234$ \\text{ cm}", "1234"),
         ("\\frac12", "\\frac{1}{2}"),
         ("\\frac{1}{2}", "\\frac{1}{2}"),

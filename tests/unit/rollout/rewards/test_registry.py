@@ -94,6 +94,12 @@ def test_accuracy_and_answer_are_of_the_first_term_that_tells_one() -> None:
     assert (silent.reward, silent.accuracy, silent.answer) == (0.5, None, None)
 
 
+def test_a_sum_that_is_larger_than_a_reward_may_be_has_failed() -> None:
+    error = "the sum of rollout.reward: ValueError: a reward must be from -1e+30 to 1e+30, not 2e+30"
+    result = scored(summed(gsm8k=(2e30, gsm8k)), "8", "#### 8")
+    assert (result.error, result.reward, result.metrics) == (error, 0.0, {})
+
+
 def test_terms_fail_as_rewards_do_and_fail_the_sum_of_that_response_alone() -> None:
     released = threading.Event()
 

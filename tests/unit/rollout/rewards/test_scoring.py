@@ -100,6 +100,7 @@ stops = raising(StopIteration())
         (answers("1.0"), "TypeError: a reward must be a finite number, not '1.0'"),
         (answers((1.0, {})), "TypeError: a reward must be a finite number, not (1.0, {})"),
         (answers(float("nan")), "ValueError: a reward must be a finite number, not nan"),
+        (answers(1e39), "ValueError: a reward must be from -1e+30 to 1e+30, not 1e+39"),
         (answers(RewardResult(reward=-np.inf)), "ValueError: a reward must be a finite number, not -inf"),
         (answers(RewardResult(reward="x")), "TypeError: a reward must be a finite number, not 'x'"),  # pyright: ignore
         (answers(RewardResult(reward=1, metrics={"k": None})), "TypeError: the metric k must be"),  # pyright: ignore

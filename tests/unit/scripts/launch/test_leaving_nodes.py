@@ -21,6 +21,20 @@ async def test_a_replica_whose_machine_goes_before_it_could_drain_has_one_replac
     assert setup.states()["replica-3"] == "STARTING", "the replacement is replaced as any other"
 
 
+@operated(min_replicas=2)
+async def test_a_replacement_that_was_removed_replaces_nothing(setup: OperatedFleet) -> None:
+    nodes, replica = LeavingNodes(operator=setup.operator), setup.fleet.replicas["replica-1"]
+    await nodes.take_off(replica)
+    await setup.operator.remove("replica-2")
+    await setup.fleet.lose("replica-1", DIED)
+    assert setup.states() == {
+        "replica-0": "READY",
+        "replica-1": "DEAD",
+        "replica-2": "DEAD",
+        "replica-3": "STARTING",
+    }
+
+
 @operated()
 async def test_a_replica_with_others_beside_it_drains_at_once(setup: OperatedFleet) -> None:
     await LeavingNodes(operator=setup.operator).take_off(setup.fleet.replicas["replica-1"])

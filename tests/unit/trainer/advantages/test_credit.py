@@ -172,6 +172,13 @@ def test_workers_are_asked_beforehand_only_for_a_kl_or_a_critic() -> None:
     assert needs_scores(AlgorithmConfig(advantage="gae")) and keeps_idle(AlgorithmConfig(advantage="gae"))
     assert needs_scores(AlgorithmConfig(kl_loss_coef=0.1))
     assert needs_scores(AlgorithmConfig(kl_reward_coef=0.1))
+    assert needs_scores(AlgorithmConfig(loss="m2po")) and needs_scores(AlgorithmConfig(advantage="otb"))
+
+
+def test_without_an_advantage_a_trajectory_has_a_gradient_only_from_other_terms() -> None:
+    assert not keeps_idle(AlgorithmConfig(kl_reward_coef=0.1))
+    for key in ("entropy_coef", "kl_loss_coef", "kl_rollout_coef"):
+        assert keeps_idle(AlgorithmConfig(**{key: 0.1}))
 
 
 def test_gae_gives_every_token_an_advantage_and_the_critic_a_return() -> None:

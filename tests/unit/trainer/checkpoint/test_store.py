@@ -332,6 +332,7 @@ def test_prune_keeps_the_last_and_the_multiples(
     tmp_path: Path, keep_last: int, keep_every: int | None, left: list[int]
 ) -> None:
     store = CheckpointStore(tmp_path)
+    (tmp_path / "step_000000").mkdir()  # a save that did not end is neither
     for step in range(10, 70, 10):
         save(store, step, keep_last, keep_every)
     assert names(store) == [f"step_{step:06d}" for step in left]
@@ -344,6 +345,9 @@ def test_prune_never_removes_what_was_saved_last(tmp_path: Path) -> None:
         save(store, step)
     save(store, 20, keep_last=1)
     assert names(store) == ["step_000020"]
+    for step in (999_999, 1_000_000):
+        save(store, step)
+    assert store.newest_saved() == tmp_path / "step_1000000"
 
 
 def test_what_an_interrupted_or_a_failed_save_left_is_removed(tmp_path: Path) -> None:

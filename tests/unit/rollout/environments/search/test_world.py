@@ -15,7 +15,7 @@ from rollout.environments.search.documents import COMMON_SHARE, Document, Found,
 from rollout.environments.search.fts5 import Fts5Retriever
 from rollout.environments.search.lookup import Lookup
 from rollout.environments.search.tags import TagEnvironment
-from rollout.environments.search.world import FIRST, NUM_KINDS, OTHER, RELATIONS, Question, World, names
+from rollout.environments.search.world import FIRST, OTHER, RELATIONS, Question, World, names
 from rollout.types import Prompt
 
 WORLD = World(seed=3, num_documents=400)
@@ -81,7 +81,7 @@ def test_a_large_world_is_made_at_once_and_its_relations_are_common_words() -> N
 
 
 def test_names_are_distinct_as_short_as_their_number_allows_and_tell_their_kind() -> None:
-    named = [name for kind in range(NUM_KINDS) for name in names(kind, 5000, random.Random(0))]
+    named = [name for kind in range(len(FIRST)) for name in names(kind, 5000, random.Random(0))]
     assert len(set(named)) == 20_000 and {len(name) for name in named} == {6}
     many = names(0, 6000, random.Random(0))
     assert len(set(many)) == 6000 and {len(name) for name in many} == {9}

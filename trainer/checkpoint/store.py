@@ -75,6 +75,7 @@ class Checkpoint:
         with (self.train_folder / METADATA).open("rb") as stream:
             names = _Unpickler(stream).load().state_dict_metadata
         return any(name.startswith(f"{CRITIC}.") for name in names)
+
     def is_of(self, run_dir: Path) -> bool:
         """Return whether the run in that folder has saved it, and goes on from it, rather than beginning from another
         run's."""

@@ -122,7 +122,7 @@ class ChatCodec:
     def _parse(
         self, transcript: Transcript, number: int, completion: Completion, request: ChatRequest
     ) -> tuple[Message, str | None]:
-        text, stop = _cut_at(self.renderer.answer_text(completion.token_ids.tolist()), request.stop)
+        text, stop = self._text(completion, request)
         prompt_end = self.renderer.text(transcript.generation(number).prompt_ids[-PROMPT_END:].tolist())
         message = self.parser.parse(
             text,
@@ -132,6 +132,15 @@ class ChatCodec:
             reasoning_open=leaves_reasoning_open(prompt_end),
         )
         return message, stop
+
+    async def plain_answer(self, completion: Completion, request: ChatRequest) -> tuple[Message, str | None]:
+        """Return the completion of a prompt without a template, and the stop string that ended it. Tags of reasoning
+        and calls are words of the text, in which its harness looks for them."""
+        text, stop = await self.in_thread(self._text, completion, request)
+        return Message(role=Role.assistant, content=text), stop
+
+    def _text(self, completion: Completion, request: ChatRequest) -> tuple[str, str | None]:
+        return _cut_at(self.renderer.answer_text(completion.token_ids.tolist()), request.stop)
 
 
 def make_codec(sessions: SessionsConfig, tokenizer: Any) -> ChatCodec:

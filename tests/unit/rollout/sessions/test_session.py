@@ -166,3 +166,12 @@ async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_rec
     assert sequence.loss_mask.sum() == first.completion.num_tokens + lost.completion.num_tokens
     (other,) = await session.answer(PromptRequest(prompt=ids))
     assert other.answer_id != lost.answer_id, "one more sample of the same prompt"
+
+
+@on_real_clock
+async def test_a_plain_prompt_is_continued_by_the_text_as_it_was_sampled_with_its_tags() -> None:
+    text = 'So.<think>hm</think>\n<tool_call>{"name": "search", "arguments": {}}</tool_call> then</s>'
+    session = Session(episode_task(), Policy(lambda *_: text).generate, CODEC, LIMITS)
+    (answer,) = await session.answer(PromptRequest(prompt="2 + 2 =", stop=("</s>",)))
+    assert (answer.message, answer.finish) == (Message(role=Role.assistant, content=text[:-4]), Finish.stop)
+    assert answer.stop_string == "</s>"

@@ -159,13 +159,18 @@ def make_codec(sessions: SessionsConfig, tokenizer: Any) -> ChatCodec:
 def _parent(transcript: Transcript, parent: Generation, attachment: Attachment) -> Parent:
     assert parent.answer is not None
     sent = attachment.conversation[: len(attachment.conversation) - len(attachment.messages)]
+    num_read = _num_with_reasoning(transcript.history(parent.number))
     return Parent(
         token_ids=parent.token_ids.tolist(),
         ended=parent.finish is not Finish.length,
         calls=parent.answer.tool_calls,
-        has_reasoning=any(message.reasoning for message in transcript.history(parent.number)),
-        reasoning_sent=all(message.reasoning for message in sent if message.role is Role.assistant),
+        has_reasoning=num_read > 0,
+        reasoning_sent=_num_with_reasoning(sent) >= num_read,  # not every answer has reasoning that could be sent
     )
+
+
+def _num_with_reasoning(messages: Sequence[Message]) -> int:
+    return sum(bool(message.reasoning) for message in messages)
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from configs.rollout import SessionsConfig
+from configs.rollout import ReasoningHistory, SessionsConfig
 from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.request_ids import RequestId
 from rollout.sessions.budget import SessionLimits
@@ -175,3 +175,19 @@ async def test_a_plain_prompt_is_continued_by_the_text_as_it_was_sampled_with_it
     (answer,) = await session.answer(PromptRequest(prompt="2 + 2 =", stop=("</s>",)))
     assert (answer.message, answer.finish) == (Message(role=Role.assistant, content=text[:-4]), Finish.stop)
     assert answer.stop_string == "</s>"
+
+
+@on_real_clock
+async def test_an_answer_without_reasoning_is_none_whose_reasoning_was_dropped() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    policy = Policy(lambda _, request: [f"<think>\nHm.\n</think>\n\n{call}", call, "Done."][request.request_id.turn])
+    policy.tokenizer = chat_tokenizer("qwen3")
+    codec = make_codec(SessionsConfig(reasoning=ReasoningHistory.strip), policy.tokenizer)
+    session = Session(episode_task(), policy.generate, codec, LIMITS)
+    messages = asks("Hi").messages
+    for _ in range(3):
+        (answer,) = await session.answer(ChatRequest(messages=messages))
+        calls = answer.message.tool_calls
+        results = [Message(role=Role.tool, content="five", call_id=call.call_id) for call in calls]
+        messages = (*messages, answer.message, *results)
+    assert len(session.transcript.sequences()) == 1

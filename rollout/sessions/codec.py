@@ -102,8 +102,9 @@ class ChatCodec:
         if not ids or max(ids) >= vocab_size:
             what = f"{len(ids)} token ids up to {max(ids, default=-1)}"
             raise BadRequestError(f"prompt has {what}: allowed is one or more below {vocab_size}", param="prompt")
+        text = prompt if isinstance(prompt, str) else await self.in_thread(self.renderer.text, ids)
         return ids, ChatRequest(
-            messages=(Message(role=Role.user, content=str(prompt)),),
+            messages=(Message(role=Role.user, content=text),),
             max_tokens=request.max_tokens,
             stop=request.stop,
             num_answers=request.num_answers,

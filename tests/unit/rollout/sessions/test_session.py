@@ -9,6 +9,7 @@ import pytest
 from configs.rollout import ReasoningHistory, SessionsConfig
 from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
 from rollout.request_ids import RequestId
+from rollout.sessions.archive import sequence_records
 from rollout.sessions.budget import SessionLimits
 from rollout.sessions.codec import make_codec
 from rollout.sessions.dialects.dialect import PromptRequest
@@ -164,6 +165,8 @@ async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_rec
     assert lost.answer_id == again.answer_id == retried.answer_id != first.answer_id
     (sequence,) = session.transcript.sequences()
     assert sequence.loss_mask.sum() == first.completion.num_tokens + lost.completion.num_tokens
+    (record,) = sequence_records(session)
+    assert [message["content"] for message in record.messages] == [CODEC.renderer.text(ids), lost.message.content]
     (other,) = await session.answer(PromptRequest(prompt=ids))
     assert other.answer_id != lost.answer_id, "one more sample of the same prompt"
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from configs.rollout import ReasoningHistory, SessionsConfig
+from rollout.agents.loop import resume_from
 from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
+from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import RequestId
 from rollout.sessions.archive import sequence_records
 from rollout.sessions.budget import SessionLimits
@@ -194,3 +196,17 @@ async def test_an_answer_without_reasoning_is_none_whose_reasoning_was_dropped()
         results = [Message(role=Role.tool, content="five", call_id=call.call_id) for call in calls]
         messages = (*messages, answer.message, *results)
     assert len(session.transcript.sequences()) == 1
+
+
+@on_real_clock
+async def test_what_a_client_gave_up_before_a_resume_does_not_abort_the_session_after_it() -> None:
+    engine = Engine()
+    session = session_on(engine)
+    await gone(session, engine, asks("Hi"))
+    await settled(session)
+    checksum = prompt_checksum(session.transcript.generation(0).prompt_ids)
+    engine.may_end.set()
+    known = {(0, 0): PartialCompletion(prompt_checksum=checksum, completion=completion("abort"))}
+    again = Session(episode_task(), resume_from(known, engine), CODEC, LIMITS)
+    (answer,) = await again.answer(asks("Hi"))
+    assert (answer.finish, again.is_aborted) == (Finish.stop, False)

@@ -149,7 +149,8 @@ def is_replayable(config: Config) -> bool:
 
 def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:
     """Return `generate` for a later attempt: requests that are complete are answered at once, others continue from the
-    tokens they have. A request with another prompt than before begins anew.
+    tokens they have. A request with another prompt than before begins anew, and so does one that was aborted: mostly a
+    harness had given it up, which may now wait for the answer.
 
     The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
     request takes what was sampled for its prompt, its own turn's if that is there. What one turn has taken no other
@@ -160,7 +161,8 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     for (episode, turn), partial in sorted(partials.items(), key=lambda item: item[0]):
         if partial.completion.num_tokens == 0 and not partial.completion.finish_reason:
             continue
-        known[episode, partial.prompt_checksum][turn] = partial
+        if partial.completion.finish_reason != "abort":
+            known[episode, partial.prompt_checksum][turn] = partial
         reported[(episode, turn), partial.prompt_checksum] = partial
     taken: dict[tuple[InGroup, int], PartialCompletion | None] = {}
 

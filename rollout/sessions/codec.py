@@ -102,8 +102,9 @@ class ChatCodec:
         if not ids or max(ids) >= vocab_size:
             what = f"{len(ids)} token ids up to {max(ids, default=-1)}"
             raise BadRequestError(f"prompt has {what}: allowed is one or more below {vocab_size}", param="prompt")
+        text = prompt if isinstance(prompt, str) else await self.in_thread(self.renderer.text, ids)
         return ids, ChatRequest(
-            messages=(Message(role=Role.user, content=str(prompt)),),
+            messages=(Message(role=Role.user, content=text),),
             max_tokens=request.max_tokens,
             stop=request.stop,
             num_answers=request.num_answers,
@@ -122,7 +123,7 @@ class ChatCodec:
     def _parse(
         self, transcript: Transcript, number: int, completion: Completion, request: ChatRequest
     ) -> tuple[Message, str | None]:
-        text, stop = _cut_at(self.renderer.answer_text(completion.token_ids.tolist()), request.stop)
+        text, stop = self._text(completion, request)
         prompt_end = self.renderer.text(transcript.generation(number).prompt_ids[-PROMPT_END:].tolist())
         message = self.parser.parse(
             text,
@@ -132,6 +133,15 @@ class ChatCodec:
             reasoning_open=leaves_reasoning_open(prompt_end),
         )
         return message, stop
+
+    async def plain_answer(self, completion: Completion, request: ChatRequest) -> tuple[Message, str | None]:
+        """Return the completion of a prompt without a template, and the stop string that ended it. Tags of reasoning
+        and calls are words of the text, in which its harness looks for them."""
+        text, stop = await self.in_thread(self._text, completion, request)
+        return Message(role=Role.assistant, content=text), stop
+
+    def _text(self, completion: Completion, request: ChatRequest) -> tuple[str, str | None]:
+        return _cut_at(self.renderer.answer_text(completion.token_ids.tolist()), request.stop)
 
 
 def make_codec(sessions: SessionsConfig, tokenizer: Any) -> ChatCodec:
@@ -150,13 +160,18 @@ def make_codec(sessions: SessionsConfig, tokenizer: Any) -> ChatCodec:
 def _parent(transcript: Transcript, parent: Generation, attachment: Attachment) -> Parent:
     assert parent.answer is not None
     sent = attachment.conversation[: len(attachment.conversation) - len(attachment.messages)]
+    num_read = _num_with_reasoning(transcript.history(parent.number))
     return Parent(
         token_ids=parent.token_ids.tolist(),
         ended=parent.finish is not Finish.length,
         calls=parent.answer.tool_calls,
-        has_reasoning=any(message.reasoning for message in transcript.history(parent.number)),
-        reasoning_sent=all(message.reasoning for message in sent if message.role is Role.assistant),
+        has_reasoning=num_read > 0,
+        reasoning_sent=_num_with_reasoning(sent) >= num_read,  # not every answer has reasoning that could be sent
     )
+
+
+def _num_with_reasoning(messages: Sequence[Message]) -> int:
+    return sum(bool(message.reasoning) for message in messages)
 
 
 def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

@@ -228,6 +228,7 @@ class Session:
         """Generate the answers of one request, and put them into the transcript. `prompt_ids` is None where the prompt
         is rendered from messages."""
         numbers, request, cause = call.numbers, attachment.request, None
+        is_plain = prompt_ids is not None
         completions: dict[int, Completion] = {}
         try:
             if prompt_ids is None:
@@ -241,7 +242,7 @@ class Session:
             completions = dict(zip(numbers, await call.generated(requests), strict=True))
             for number, completion in completions.items():
                 if self.transcript.generation(number).state is State.running:
-                    await self._finish(number, completion, request)
+                    await self._finish(number, completion, request, is_plain)
             is_cut = any(completion.finish_reason == "length" for completion in completions.values())
             self.budget.was_cut = is_cut and room != request.max_tokens
         finally:
@@ -251,13 +252,17 @@ class Session:
                 if self.transcript.generation(number).state is not State.finished:
                     self.transcript.cancel(number, completions.get(number, EMPTY))
 
-    async def _finish(self, number: int, completion: Completion, request: ChatRequest) -> None:
+    async def _finish(self, number: int, completion: Completion, request: ChatRequest, is_plain: bool) -> None:
         finish = FINISHES.get(completion.finish_reason)
         if finish is None:  # a client of the control routes aborted it
             self.transcript.cancel(number, completion)
             self.abort()
             return
-        message, self._stops[number] = await self._codec.answer(self.transcript, number, completion, request)
+        if is_plain:
+            message, stop = await self._codec.plain_answer(completion, request)
+        else:
+            message, stop = await self._codec.answer(self.transcript, number, completion, request)
+        self._stops[number] = stop
         if finish is Finish.stop and message.tool_calls:
             finish = Finish.tool_calls
         self.transcript.finish(number, completion, message, finish)

@@ -82,9 +82,11 @@ def train(
         line.append(f"rollout.reward={quoted(reward_text(reward))}")
     line += [*_agent(agent), *_loop(environment, tools, max_turns), *_sections(data, held_out)]
     line += words(overrides)
+    files = {"data.train_files": data}
     if isinstance(held_out, int | float | np.number):
         line.append(f"data.val_share={text('data.val_share', held_out)}")
-    files = {"data.train_files": data, "data.val_files": held_out}
+    else:
+        files["data.val_files"] = held_out
     shares = held_out is None and data is not None and (not isinstance(data, Mapping) or "train_files" in data)
     line = _completed("train", line, files, run_dir, val_share=VAL_SHARE if shares else None)
     return _trained(_ended("train", line))
@@ -240,7 +242,7 @@ def _sections(*data: Data | float | None) -> list[str]:
 def _completed(
     command: str,
     line: Sequence[str],
-    files: Mapping[str, Data | float | None],
+    files: Mapping[str, Data | None],
     run_dir: str | PathLike[str] | None,
     val_share: float | None = None,
 ) -> list[str]:
@@ -252,7 +254,7 @@ def _completed(
     for key, data in files.items():
         if isinstance(data, str | PathLike):
             line.append(f"{key}={quoted(str(data))}")
-        elif data is not None and not isinstance(data, Mapping | int | float | np.number):
+        elif data is not None and not isinstance(data, Mapping):
             rows[key] = lines_of(key, data)
     if not rows and val_share is None:
         return line

@@ -162,8 +162,7 @@ class OpenAICompletions(_Choices):
         return ParsedRequest(request=request, model=model, created=created, is_stream=is_stream, with_usage=with_usage)
 
     def _choice(self, parsed: ParsedRequest, index: int, answer: Answer) -> dict[str, Any]:
-        finish = "length" if answer.finish in CUT_SHORT else "stop"
-        choice = {"index": index, "text": answer.message.content, "finish_reason": finish}
+        choice = {"index": index, "text": answer.message.content, "finish_reason": _finish(answer)}
         return choice | self._tokens(parsed, answer)
 
     def _logprobs(self, answer: Answer) -> dict[str, Any]:

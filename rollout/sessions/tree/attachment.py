@@ -94,9 +94,12 @@ class TreeIndex:
         ancestor: int | None = number
         while ancestor is not None:
             generation = self._generations[ancestor]
-            messages = generation.messages if generation.continues else generation.conversation
+            # A plain prompt is one message, which has the text of all answers that it goes on from.
+            is_plain = len(generation.messages) == len(generation.conversation)
+            goes_on = generation.continues and not is_plain
+            messages = generation.messages if goes_on else generation.conversation
             backwards += [*([generation.answer] if generation.answer else []), *reversed(messages)]
-            ancestor = generation.parent if generation.continues else None
+            ancestor = generation.parent if goes_on else None
         return tuple(reversed(backwards))
 
     def attach(self, request: ChatRequest) -> Attachment:

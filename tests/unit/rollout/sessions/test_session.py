@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from configs.rollout import SessionsConfig
+from configs.rollout import ReasoningHistory, SessionsConfig
+from rollout.agents.loop import resume_from
 from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role
+from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import RequestId
+from rollout.sessions.archive import sequence_records
 from rollout.sessions.budget import SessionLimits
 from rollout.sessions.codec import make_codec
 from rollout.sessions.dialects.dialect import PromptRequest
@@ -164,5 +167,46 @@ async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_rec
     assert lost.answer_id == again.answer_id == retried.answer_id != first.answer_id
     (sequence,) = session.transcript.sequences()
     assert sequence.loss_mask.sum() == first.completion.num_tokens + lost.completion.num_tokens
+    (record,) = sequence_records(session)
+    assert [message["content"] for message in record.messages] == [CODEC.renderer.text(ids), lost.message.content]
     (other,) = await session.answer(PromptRequest(prompt=ids))
     assert other.answer_id != lost.answer_id, "one more sample of the same prompt"
+
+
+@on_real_clock
+async def test_a_plain_prompt_is_continued_by_the_text_as_it_was_sampled_with_its_tags() -> None:
+    text = 'So.<think>hm</think>\n<tool_call>{"name": "search", "arguments": {}}</tool_call> then</s>'
+    session = Session(episode_task(), Policy(lambda *_: text).generate, CODEC, LIMITS)
+    (answer,) = await session.answer(PromptRequest(prompt="2 + 2 =", stop=("</s>",)))
+    assert (answer.message, answer.finish) == (Message(role=Role.assistant, content=text[:-4]), Finish.stop)
+    assert answer.stop_string == "</s>"
+
+
+@on_real_clock
+async def test_an_answer_without_reasoning_is_none_whose_reasoning_was_dropped() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    policy = Policy(lambda _, request: [f"<think>\nHm.\n</think>\n\n{call}", call, "Done."][request.request_id.turn])
+    policy.tokenizer = chat_tokenizer("qwen3")
+    codec = make_codec(SessionsConfig(reasoning=ReasoningHistory.strip), policy.tokenizer)
+    session = Session(episode_task(), policy.generate, codec, LIMITS)
+    messages = asks("Hi").messages
+    for _ in range(3):
+        (answer,) = await session.answer(ChatRequest(messages=messages))
+        calls = answer.message.tool_calls
+        results = [Message(role=Role.tool, content="five", call_id=call.call_id) for call in calls]
+        messages = (*messages, answer.message, *results)
+    assert len(session.transcript.sequences()) == 1
+
+
+@on_real_clock
+async def test_what_a_client_gave_up_before_a_resume_does_not_abort_the_session_after_it() -> None:
+    engine = Engine()
+    session = session_on(engine)
+    await gone(session, engine, asks("Hi"))
+    await settled(session)
+    checksum = prompt_checksum(session.transcript.generation(0).prompt_ids)
+    engine.may_end.set()
+    known = {(0, 0): PartialCompletion(prompt_checksum=checksum, completion=completion("abort"))}
+    again = Session(episode_task(), resume_from(known, engine), CODEC, LIMITS)
+    (answer,) = await again.answer(asks("Hi"))
+    assert (answer.finish, again.is_aborted) == (Finish.stop, False)

@@ -80,6 +80,17 @@ def test_what_is_held_out_may_be_rows_files_a_share_or_said_by_an_override(start
     assert (started.config.data.train_files, started.config.data.val_files) == ("a.jsonl", "b.jsonl")
 
 
+def test_a_number_is_no_data_and_a_share_only_of_what_train_holds_out(started: Started) -> None:
+    for key, call in (
+        ("sft.val_files", lambda: sft(data="a.jsonl", held_out=0.1)),  # pyright: ignore[reportArgumentType]
+        ("data.val_files", lambda: evaluate("tiny", data=0.1)),  # pyright: ignore[reportArgumentType]
+        ("data.train_files", lambda: train(data=5)),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: must be rows, a file or keys of the section"):
+            call()
+    assert not started.lines
+
+
 def test_a_tenth_is_held_out_of_files_that_are_keys_too(started: Started) -> None:
     train(data={"train_files": "a.jsonl", "prompt_key": "problem"})
     data = started.config.data

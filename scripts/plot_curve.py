@@ -116,7 +116,10 @@ def main() -> None:
     folder = parser.parse_args().run_dir
     if not folder.is_dir():
         parser.error(f"there is no folder {folder}")
-    plot_curve(folder)
+    try:
+        plot_curve(folder)
+    except (OSError, ValueError) as error:
+        parser.error(f"run_dir={folder}: {error}")
 
 
 if __name__ == "__main__":

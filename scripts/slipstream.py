@@ -20,7 +20,7 @@ COMMANDS = {
     "rehearse": ("rehearse", "rehearse a run without its GPUs: its memory, and how long a step would take"),
     "audit": ("audit", "check the records of a run"),
     "timeline": ("timeline", "write the timeline of a run for Perfetto"),
-    "curve": ("plot_curve", "draw the curves of one or more runs"),
+    "curve": ("plot_curve", "draw the curve of a run"),
     "export": ("export_hf", "write a checkpoint for transformers and vLLM"),
     "prepare-data": ("prepare_data", "write public data sets as parquet"),
     "retriever": ("retriever", "serve the documents of a corpus to search"),

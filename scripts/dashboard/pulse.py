@@ -99,7 +99,7 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
     status = read_status(run)
     error = status.detail if status.state in (State.FAILED, State.KILLED) else ""
     numbers = replace(gather(rows, run.flat_config(), loads), failure=error, phase=_phase(status))
-    steps = max((int(row["step"]) for row in rows if "timing_s/step" in row), default=0)
+    steps = max((int(row["step"]) for row in rows if {"step", "timing_s/step"} <= row.keys()), default=0)
     predicted = None if predictor is None else predictor.latest(run, steps)
     rule, text = advise(numbers) if predicted is None else advise(numbers, predicted.text, predicted.gain)
     about = f"From the last {numbers.steps} steps." if numbers.steps > 1 else ""

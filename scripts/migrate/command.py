@@ -1,6 +1,7 @@
 """The command `migrate`: reads, translates, has our own checks refuse what they must, and prints."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +16,14 @@ from configs.cli.peers import FRAMEWORKS as NAMES
 from configs.load import load
 from configs.validate import ConfigError
 from scripts.migrate import prime_rl, skyrl, trl, verl
-from scripts.migrate.counterparts import Rules, Told, Translation, translate
+from scripts.migrate.counterparts import SOME_MODEL, Rules, Told, Translation, translate
 from scripts.migrate.reading import FRAMEWORKS, read
 from scripts.migrate.settings import Unknown, Unread, UnreadableError
 
 RULES: Mapping[str, Rules] = {"verl": verl.RULES, "skyrl": skyrl.RULES, "trl": trl.RULES, "prime_rl": prime_rl.RULES}
 BASE = ("model=hf",)
 """The choice with which every command begins: theirs train pretrained models."""
+MODELS = ("model.path", "teacher.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +69,10 @@ def composable(overrides: Mapping[str, Any]) -> tuple[list[str], list[Refusal]]:
     return list(words.values()), refusals
 
 
-def _problems(words: Sequence[str]) -> list[str]:
-    """Return what our checks say of a command line, a line for each problem. The data need not be there."""
+def _problems(overrides: Sequence[str]) -> list[str]:
+    """Return what our checks say of a command line, a line for each problem. Data and models need not be there."""
     problems: list[str] = []
+    words = [_of_any_model(override) for override in overrides]
     for word in words:
         try:
             check_overrides([word])
@@ -83,6 +86,13 @@ def _problems(words: Sequence[str]) -> list[str]:
     except ConfigError as error:
         return str(error).splitlines()
     return []
+
+
+def _of_any_model(override: str) -> str:
+    """Return an override with a name of the hub in place of a model that is not on this machine."""
+    key, _, path = override.partition("=")
+    is_here = os.path.isfile(os.path.join(os.path.expanduser(path.strip('"')), "config.json"))
+    return override if is_here or key not in MODELS else f"{key}={SOME_MODEL}"
 
 
 def _text(value: Any) -> str:

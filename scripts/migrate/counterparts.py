@@ -40,6 +40,8 @@ Answer = Here | Nothing | Covered
 Theirs = Mapping[str, Any]
 """The settings of their file by key, after the framework's own defaults."""
 Rule = Callable[[Any, Theirs], Answer]
+SOME_MODEL = "ORG/MODEL"
+"""Stands for a model that the file does not name, or that is not on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ def _origin(key: str, own: Theirs, source: Source) -> str:
 def _fill_gaps(overrides: dict[str, Any]) -> Iterator[str]:
     """Set what a training of a pretrained model must have, and yield what is left to do."""
     if "model.path" not in overrides:
-        overrides["model.path"] = "ORG/MODEL"
+        overrides["model.path"] = SOME_MODEL
         yield "model.path: the model is not named in the file"
     if "data.train_files" not in overrides:
         overrides["data.train_files"] = "TRAIN_FILES"

@@ -8,6 +8,7 @@ from scripts.migrate.counterparts import (
     Covered,
     Here,
     Nothing,
+    Rule,
     Rules,
     Theirs,
     covered,
@@ -20,6 +21,7 @@ from scripts.migrate.settings import flat
 
 GROUP = ("orchestrator.group_size", "orchestrator.rollouts_per_example", "rollouts_per_example")
 LENGTH = "orchestrator.train.sampling.max_completion_tokens"
+LORA = "trainer.model.lora"
 LENGTHS = ("orchestrator.seq_len", "seq_len")
 PARALLEL = ("inference.parallel.tp", "inference.vllm.tensor_parallel_size")
 
@@ -97,6 +99,16 @@ def _resume(value: Any, theirs: Theirs) -> Answer:
     return Nothing("checkpoints of prime-rl are not read: name its weights in model.path")
 
 
+def _lora(here: str) -> Rule:
+    """Return a rule for a key of the adapter, which has a rank wherever its table is."""
+
+    def rule(value: Any, theirs: Theirs) -> Answer:
+        rank = {"model.lora.rank": number(theirs, f"{LORA}.rank", 16)}
+        return Here(rank if value in ({}, None) else rank | {here: value})
+
+    return rule
+
+
 def _checkpointing(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.gradient_checkpointing": "full"})
 
@@ -126,6 +138,10 @@ RULES = Rules(
         LENGTH: _length,
         **{f"{section}.project": _wandb for section in ("wandb", "monitors.wandb")},
         "wandb.name": under_the_name("wandb.name"),
+        LORA: _lora("model.lora.rank"),
+        f"{LORA}.alpha": _lora("model.lora.alpha"),
+        f"{LORA}.dropout": _lora("model.lora.dropout"),
+        f"{LORA}.target_modules": _lora("model.lora.targets"),
         "trainer.model.ac": _checkpointing,
         "trainer.model.ac.freq": _checkpointing,
         "trainer.model.ac.mode": renamed("trainer.gradient_checkpointing", {"full": "full", "selective": "selective"}),

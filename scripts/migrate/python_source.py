@@ -13,8 +13,15 @@ POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
 ASYNC = {"max_completion_length": 2048, "lr_scheduler_type": "constant", "max_staleness": 4}
 """The defaults of AsyncGRPOConfig that are not those of GRPOConfig."""
 INSTEAD = "is supervised fine-tuning, whose keys are others: write a command of slipstream sft (docs/sft.md)"
-ADAPTERS = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
+ADAPTERS = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+}
 """Arguments of PEFT's LoraConfig, by the names that TRL's own options have."""
+PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""The defaults of LoraConfig, which are not those of TRL's options."""
 
 
 def read_python(text: str) -> list[Setting]:
@@ -35,7 +42,9 @@ def read_python(text: str) -> list[Setting]:
         if callee in CONFIGS:
             settings += _of_config(callee, call, arguments, names)
         elif callee == "LoraConfig":
-            settings += [Setting(name, arguments[key]) for key, name in ADAPTERS.items() if key in arguments]
+            adapter = {**PEFT, **arguments}
+            settings += [Setting(name, adapter[key]) for key, name in ADAPTERS.items() if key in adapter]
+            settings.append(Setting("use_peft", True))
             settings += [_unread(callee, key) for key in arguments if key not in (*ADAPTERS, "task_type")]
         elif callee in TRAINERS:
             settings += _of_trainer(call, arguments, names)

@@ -200,6 +200,8 @@ RULES = Rules(
         f"{ALGORITHM}.eps_clip_high": 0.2,
         f"{ALGORITHM}.kl_loss_coef": 0.001,
         f"{ALGORITHM}.value_clip": 0.2,
+        f"{POLICY}.model.lora.alpha": 16,
+        f"{ALGORITHM}.entropy_loss_coef": 0.01,
         "trainer.critic.optimizer_config.lr": 5e-6,
         f"{POLICY}.optimizer_config.lr": 1e-6,
         f"{POLICY}.optimizer_config.weight_decay": 0.01,

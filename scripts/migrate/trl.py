@@ -9,6 +9,7 @@ from scripts.migrate.counterparts import (
     Covered,
     Here,
     Nothing,
+    Rule,
     Rules,
     Theirs,
     covered,
@@ -16,6 +17,7 @@ from scripts.migrate.counterparts import (
     files,
     number,
     on_or_off,
+    only_if,
     renamed,
     sinks,
     under_the_name,
@@ -107,6 +109,10 @@ def _steps(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.total_steps": int(value)}) if int(value) > 0 else Covered()
 
 
+def _with_peft(rule: Rule) -> Rule:
+    return only_if("use_peft", rule)
+
+
 def _lora_targets(value: Any, theirs: Theirs) -> Answer:
     if value == "all-linear":
         return Here({"model.lora.targets": ["all_linear"]})
@@ -155,15 +161,19 @@ RULES = Rules(
         "vllm_importance_sampling_correction": lambda value, _: (
             Covered() if value else Here({"algorithm.correction": "none"})
         ),
-        "vllm_importance_sampling_mode": renamed("algorithm.correction", CORRECTIONS),
+        "vllm_importance_sampling_mode": only_if(
+            "vllm_importance_sampling_correction", renamed("algorithm.correction", CORRECTIONS), True
+        ),
         "lr_scheduler_type": renamed("trainer.lr_schedule", SCHEDULES),
         "warmup_steps": _warmup_steps,
         "warmup_ratio": _warmup_ratio,
         "max_staleness": under_the_name("rollout.max_staleness", "a bound for every token; theirs drops older groups"),
         "weight_sync_steps": under_the_name("weight_sync.interval"),
         "gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
-        "lora_r": lambda value, _: Here({"model.lora.rank": value}) if value else Covered(),
-        "lora_target_modules": _lora_targets,
+        "lora_r": _with_peft(under_the_name("model.lora.rank")),
+        "lora_alpha": _with_peft(under_the_name("model.lora.alpha")),
+        "lora_dropout": _with_peft(under_the_name("model.lora.dropout")),
+        "lora_target_modules": _with_peft(_lora_targets),
         "eval_steps": _frequency("eval_strategy", "trainer.eval_every"),
         "eval_strategy": _strategy("trainer.eval_every"),
         "save_steps": _frequency("save_strategy", "checkpoint.every"),
@@ -214,6 +224,9 @@ RULES = Rules(
         "lr_scheduler_type": "linear",
         "warmup_steps": 0,
         "num_train_epochs": 3,
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_dropout": 0.05,
     },
     always=CHAT,
 )

@@ -43,29 +43,39 @@ ADVANTAGES = {
     **{"grpo_vectorized": "grpo", "rloo_vectorized": "rloo", "optimal_token_baseline": "otb"},
 }
 ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
-BUFFERS = ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer")
+BUFFERS = (
+    *(f"{section}.reward_kwargs.overlong_buffer_cfg" for section in ("reward", "reward_model")),
+    "reward_model.overlong_buffer",
+)
 LENGTH, PENALTY = "algorithm.overlong_buffer_tokens", "algorithm.overlong_penalty"
 TOKENS = "micro-batches are filled up to so many tokens"
 
 
-def _is_async(theirs: Theirs) -> bool:
+def _has_own_gpus(theirs: Theirs) -> bool:
+    """Return whether generation has GPUs of its own, as in the mains that are asynchronous."""
     return any(key.startswith(("async_training.", "rollout.")) for key in theirs)
 
 
+def _is_async(theirs: Theirs) -> bool:
+    """Return whether it is the fully asynchronous main: that which is one step off counts batches as the plain one."""
+    is_named = any(key.startswith("async_training.") for key in theirs)
+    return is_named or "rollout.total_rollout_steps" in theirs or theirs.get(BATCH) == 0
+
+
 def _batch(value: Any, theirs: Theirs) -> Answer:
-    """The asynchronous main has 0 here, and counts mini-batches."""
-    return Covered() if _is_async(theirs) or not value else Here({"trainer.prompts_per_step": int(value)})
+    """The fully asynchronous main has 0 here, and counts mini-batches."""
+    return Covered() if _is_async(theirs) else Here({"trainer.prompts_per_step": int(value)})
 
 
 def _mini_batch(value: Any, theirs: Theirs) -> Answer:
-    if _is_async(theirs) or not theirs.get(BATCH):
+    if _is_async(theirs):
         return Here({"trainer.prompts_per_step": int(value)}, "prompts of one optimizer step")
     return Here(dict(parts(number(theirs, BATCH), int(value))), "the number of mini-batches, not their size")
 
 
 def _gpus(value: Any, theirs: Theirs) -> Answer:
     num = int(value) * number(theirs, "trainer.nnodes", 1)
-    if _is_async(theirs):
+    if _has_own_gpus(theirs):
         return Here({"trainer.num_ranks": num}, "GPUs of all nodes together")
     ranks, replicas, why = halves(num, number(theirs, f"{ROLLOUT}.tensor_model_parallel_size"))
     return Here({"trainer.num_ranks": ranks, "rollout.num_replicas": replicas}, why)
@@ -74,7 +84,10 @@ def _gpus(value: Any, theirs: Theirs) -> Answer:
 def _rollout_gpus(value: Any, theirs: Theirs) -> Answer:
     num = int(value) * number(theirs, "rollout.nnodes", 1)
     per_replica = number(theirs, f"{ROLLOUT}.tensor_model_parallel_size")
-    return Here({"rollout.num_replicas": max(1, num // per_replica)}, "replicas, not GPUs")
+    values = {"rollout.num_replicas": max(1, num // per_replica)}
+    if _is_async(theirs):
+        return Here(values, "replicas, not GPUs")
+    return Here(values | {"rollout.max_staleness": 1}, "replicas, not GPUs; the next batch is generated meanwhile")
 
 
 def _clip(value: Any, theirs: Theirs) -> Answer:
@@ -289,7 +302,10 @@ RULES = Rules(
         f"{ROLLOUT}.n": 1,
         f"{ROLLOUT}.tensor_model_parallel_size": 2,
         "algorithm.adv_estimator": "gae",
+        "algorithm.kl_ctrl.kl_coef": 0.001,
         f"{ACTOR}.clip_ratio": 0.2,
+        f"{ACTOR}.kl_loss_coef": 0.001,
+        f"{MODEL}.lora_alpha": 16,
         f"{ACTOR}.optim.lr": 1e-6,
         f"{ACTOR}.optim.weight_decay": 0.01,
         WARMUP_STEPS: -1,

@@ -163,16 +163,25 @@ class RunView:
         self.checkpoints: list[tuple[float, CheckpointSaved | CheckpointFailed]] = []
         self.messages: list[tuple[float, str]] = []
         """Restarts of train workers, and resumes, in words."""
+        self.resumes: list[tuple[float, float]] = []
+        """The times from the last event of a process until the next one went on with the run."""
+        self._last_work = 0.0
         self.num_dropped = 0
         """The number of events that are missing in the files."""
         self.group_counts: list[tuple[float, int, int]] = []
         """The (time, groups in flight, groups ready), whenever one of them has changed."""
         self._counted = (0, 0)
 
+    def is_whole(self, start: float, end: float) -> bool:
+        """Return whether one process saw all of the time from `start` to `end`, so that no resume lies in it."""
+        return not any(start < resumed and end > stopped for stopped, resumed in self.resumes)
+
     def add(self, stamped: Stamped) -> None:
         """Take the next event. Kinds that nothing is shown of are ignored."""
         time, event = stamped.time, stamped.event
         self.last = max(self.last, time)
+        if not isinstance(event, ProcessStarted | rollout_kinds.GroupReady | trainer_kinds.Resumed):
+            self._last_work = self.last  # the others come of a process that loads, and of groups in its checkpoint
         match event:
             case OfEpisode():
                 self._add_of_episode(time, stamped.who, event)
@@ -327,6 +336,7 @@ class RunView:
             case trainer_kinds.Resumed():
                 self._take_back(event.global_steps)
                 at = event.global_steps
+                self.resumes.append((self._last_work, time))
                 self.messages.append((time, f"resumed from step {at}" if at >= 0 else "begun anew"))
             case trainer_kinds.TrainersRestarted():
                 self.messages.append((time, event.text))

@@ -221,7 +221,7 @@ def _fit_episodes(views: Sequence[RunView], has_tools: bool) -> dict[str, Any]:
         raise PredictError("run: no group is complete in its events")
     turns = [turn for some in episodes for turn in some]
     dispatch, reward = [], []
-    for group in (group for view in views for group in view.groups.values()):
+    for run_view, group in ((each, group) for each in views for group in each.groups.values()):
         if group.claimed is None or group.ready is None:
             continue
         trajectories = group.trajectories.values()
@@ -231,7 +231,7 @@ def _fit_episodes(views: Sequence[RunView], has_tools: bool) -> dict[str, Any]:
             for trajectory in trajectories
             if trajectory.episode_span and trajectory.episode_span.end is not None
         ]
-        if starts and ends:
+        if starts and ends and run_view.is_whole(min(group.claimed, *starts, *ends), group.ready):
             dispatch.append(min(starts) - group.claimed)
             reward.append(group.ready - max(ends))
     return {
@@ -254,7 +254,9 @@ def _gaps(view: RunView) -> list[float]:
             starts = [turn.start for turn in turns[1:]]
             if trajectory.episode_span is not None and trajectory.episode_span.end is not None:
                 starts.append(trajectory.episode_span.end)
-            gaps += [start - turn.end for turn, start in zip(turns, starts, strict=False) if turn.end is not None]
+            ends = [turn.end for turn in turns]
+            pairs = [(end, start) for end, start in zip(ends, starts, strict=False) if end is not None]
+            gaps += [start - end for end, start in pairs if view.is_whole(end, start)]
     return gaps
 
 
@@ -303,11 +305,17 @@ def _measure_updates(run: MeasuredRun) -> dict[str, list[float]]:
 
 
 def measured_rate(run: MeasuredRun) -> float:
-    """Return the samples per second of all steps but the first."""
-    steps = [step for step in run.view.steps.values() if step.start is not None]
-    ends = [step.update.end for step in steps if step.update and step.update.end]
-    borders = [*sorted(step.start or 0.0 for step in steps), max([*ends, *training(run.view)[1]])]
-    seconds = [end - start for start, end in zip(borders, borders[1:], strict=False)]
+    """Return the samples per second of all steps but the first. A step after which the run was resumed takes as long
+    as it counted itself, not until the next one began."""
+    steps = {number: step for number, step in run.view.steps.items() if step.start is not None}
+    counted = {int(step["step"]): step["timing_s/step"] for step in run.steps}
+    ends = [step.update.end for step in steps.values() if step.update and step.update.end]
+    starts = sorted((step.start or 0.0, number) for number, step in steps.items())
+    borders = [*(start for start, _ in starts), max([*ends, *training(run.view)[1]])]
+    seconds = [
+        end - start if run.view.is_whole(start, end) else counted.get(number, 0.0)
+        for (start, number), end in zip(starts, borders[1:], strict=True)
+    ]
     return Setup.from_mapping(run.config).rate_after_first(seconds)
 
 

@@ -107,7 +107,7 @@ def _profile(arguments: Arguments, runs: Sequence[MeasuredRun]) -> Profile | Non
 def _compare(run: MeasuredRun, profile: Profile) -> Compared:
     compared = Compared(measured=measured_rate(run), simulated=simulated_rate(profile, run))
     write_line(
-        f"its {len(run.steps)} steps after the first: {compared.measured:.4g} samples/s measured, "
+        f"its steps after the first, of {len(run.steps)}: {compared.measured:.4g} samples/s measured, "
         f"{compared.simulated:.4g} simulated ({compared.error:+.1%})\n"
     )
     return compared

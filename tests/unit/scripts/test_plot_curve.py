@@ -95,3 +95,9 @@ def test_the_command_line_draws_without_pyplot(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_a_run_without_a_reward_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.plot_curve", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and f"run_dir={tmp_path}: " in done.stderr

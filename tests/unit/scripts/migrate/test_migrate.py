@@ -183,6 +183,42 @@ def test_the_asynchronous_verl(tmp_path: Path) -> None:
     assert config.algorithm.clip_ratio_high == 0.2
 
 
+def test_a_verl_one_step_off_trains_its_batch_on_gpus_of_its_own(tmp_path: Path) -> None:
+    words = "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32 trainer.n_gpus_per_node=6"
+    words += " rollout.nnodes=2 rollout.n_gpus_per_node=2 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    (tmp_path / "a.sh").write_text(
+        f"python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_files=a {words}"
+    )
+    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    expected = {"trainer.prompts_per_step": 512, "trainer.mini_batches": 16, "rollout.max_staleness": 1}
+    expected |= {"trainer.num_ranks": 6, "rollout.num_replicas": 2}
+    assert {key: overrides[key] for key in expected} == expected
+
+
+def test_a_kl_of_verl_without_its_coefficient_takes_that_of_verl(tmp_path: Path) -> None:
+    words = "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
+    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
+    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    assert (overrides["algorithm.kl_reward_coef"], overrides["algorithm.kl_loss_coef"]) == (0.001, 0.001)
+
+
+def test_an_entropy_bonus_of_skyrl_without_its_coefficient_takes_that_of_skyrl() -> None:
+    settings = (
+        Setting("trainer.algorithm.use_entropy_loss", True),
+        Setting("trainer.algorithm.overlong_buffer_len", 9),
+    )
+    overrides = translate(Source(framework="skyrl", settings=settings), RULES["skyrl"]).overrides
+    assert (overrides["algorithm.entropy_coef"], overrides["algorithm.overlong_buffer_tokens"]) == (0.01, 9)
+
+
+@pytest.mark.parametrize("section", ["reward.reward_kwargs", "reward_model.reward_kwargs"])
+def test_the_buffer_of_long_responses_has_its_newer_names(section: str, tmp_path: Path) -> None:
+    words = f"+{section}.overlong_buffer_cfg.enable=True +{section}.overlong_buffer_cfg.len=4096"
+    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
+    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    assert overrides["algorithm.overlong_buffer_tokens"] == 4096
+
+
 def test_skyrl(tmp_path: Path) -> None:
     notes, words = migrate("SkyRL", tmp_path)
     config = composed(words)
@@ -337,7 +373,32 @@ def test_a_config_of_trl_that_is_changed_later_and_arguments_that_are_not_read(t
     )
     assert (taken["algorithm.kl_loss_coef"], taken["model.path"], taken["model.lora.rank"]) == (0.1, "org/model", 8)
     unread = {told.setting.key for told in translation.told if "is not read" in told.why}
-    assert unread == {"GRPOConfig(**more)", "callbacks=[c]", "LoraConfig(lora_dropout)"}
+    assert unread == {"GRPOConfig(**more)", "callbacks=[c]"} and taken["model.lora.dropout"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "adapter"),
+    [
+        ("a.sh", "python grpo.py --use_peft --num_generations 8", (16, 32, 0.05)),
+        ("a.sh", "python grpo.py --use_peft --lora_r 64 --lora_alpha 128 --num_generations 8", (64, 128, 0.05)),
+        ("a.sh", "python grpo.py --lora_r 64 --num_generations 8", (None, None, None)),
+        ("a.py", "GRPOTrainer('a', f, GRPOConfig('o'), d, peft_config=LoraConfig(target_modules=['x']))", (8, 8, 0)),
+        ("a.sh", "python -m verl.trainer.main_ppo a.b=1 actor_rollout_ref.model.lora_rank=32", (32, 16, None)),
+        (
+            "a.sh",
+            "python -m skyrl_train a.b=1 generator.n_samples_per_prompt=4 trainer.policy.model.lora.rank=8",
+            (8, 16),
+        ),
+        ("a.toml", "[orchestrator]\n[trainer.model.lora]", (16,)),
+        ("a.toml", "[orchestrator]\n[trainer.model.lora]\nalpha = 64\ndropout = 0.1", (16, 64, 0.1)),
+    ],
+)
+def test_an_adapter_is_sized_as_the_framework_would(file: str, text: str, adapter: tuple, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    source = read(tmp_path / file, None)
+    overrides = translate(source, RULES[source.framework]).overrides
+    keys = ("model.lora.rank", "model.lora.alpha", "model.lora.dropout")
+    assert tuple(overrides.get(key) for key in keys[: len(adapter)]) == adapter
 
 
 @pytest.mark.parametrize(
@@ -377,6 +438,14 @@ def test_what_our_checks_refuse_is_left_out_with_their_reason() -> None:
     )
     assert all(not word.startswith("trainer.lr") for word in words)
     assert refusal.override == "trainer.lr=-1" and refusal.why.startswith("trainer.lr=-1")
+
+
+@pytest.mark.parametrize("path", ["~/verl/models/Qwen2.5-Math-7B", "/mnt/models/q", "<path_to_model>"])
+def test_a_model_that_is_not_on_this_machine_stays_in_the_command(path: str) -> None:
+    overrides = {"model.path": path, "data.train_files": "a", "data.val_files": "none", "trainer.lr": 1e-6}
+    words, refusals = composable(overrides)
+    assert len(words) == len(overrides) and not refusals
+    assert words[0].startswith("model.path=") and path in words[0]
 
 
 def test_a_file_of_nobody_and_one_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A profile that is fitted to a run is the one that the run was made of, and predicts it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,21 @@ def test_the_measured_rate_is_that_of_the_run(case: tuple[Profile, Path]) -> Non
     made_of, run_dir = case
     truth = simulate(made_of, SETUP, whole=True).rate_after_first
     assert measured_rate(read_run(run_dir)) == pytest.approx(truth, rel=0.02)
+
+
+def test_the_time_between_a_process_and_that_which_resumed_the_run_counts_nowhere(tmp_path: Path) -> None:
+    simulated_run(tmp_path, PROFILE)
+    before = read_run(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    border = next(place for place, line in enumerate(lines) if line.get("global_steps") == 4)
+    last = max(line["t"] for line in lines[:border])
+    resumed = {"kind": "resumed", "t": last + 1000, "who": "driver", "global_steps": 3}
+    later = [line | {"t": line["t"] + 1000} for line in lines[border:]]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in [*lines[:border], resumed, *later])
+    (tmp_path / "events.jsonl").write_text(text)
+    run = read_run(tmp_path)
+    assert measured_rate(run) == pytest.approx(measured_rate(before), rel=0.05)
+    assert not run.view.is_whole(last - 1, last + 999.9) and run.view.is_whole(0, last)
 
 
 def test_a_run_without_events_is_refused_by_the_key_that_records_them(tmp_path: Path) -> None:

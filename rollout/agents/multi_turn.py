@@ -19,7 +19,7 @@ from rollout.chat.text_decoder import text_decoder
 from rollout.chat.text_encoder import LONG_TEXT, text_encoder
 from rollout.events.kinds import ToolEnded, ToolStarted
 from rollout.rewards.base import RewardResult
-from rollout.rewards.outcome import checked_metrics, described, reward_number
+from rollout.rewards.outcome import checked_metrics, described, finite_number
 from rollout.types import (
     EMPTY,
     BoolArray,
@@ -134,7 +134,7 @@ class MultiTurn:
             if not isinstance(step, Step):
                 raise TypeError(f"a step of the environment returned {step!r:.100}, and not a Step")
             episode.measure(step)
-            reward = None if step.reward is None else reward_number("the reward of a step", step.reward)
+            reward = None if step.reward is None else finite_number("the reward of a step", step.reward)
             observation = recorded
             if observation is None:
                 is_long = isinstance(step.observation, str) and len(step.observation) > LONG_TEXT

@@ -23,8 +23,8 @@ class RewardResult:
     """Logged as reward/<name>, the mean over the trajectories of a step."""
     error: str | None = None
     """The reason why there is no reward. The trajectory is then not trained, and counts towards
-    rollout.max_failed_rewards. Set for a reward that raises, times out or returns no number that can be trained on
-    (`reward_number`); a reward may also set it itself, to text or to an exception."""
+    rollout.max_failed_rewards. Set for a reward that raises, times out or returns no number from -1e30 to 1e30; a
+    reward may also set it itself, to text or to an exception."""
     read: int | None = field(default=None, compare=False)
     """The checksum of the prompt and the text that the reward was called with (`read_checksum`), set where it is
     called. None: it was not called, or has not answered."""

@@ -15,9 +15,9 @@ MAX_ERROR_CHARS = 2000
 """The longest text of an error: what the code of a model raises can have any length."""
 
 
-LARGEST_REWARD = 1e30
-"""The largest reward, whatever its sign. Advantages are float32, and end the run where they are not finite; so many
-rewards as an episode may have are added up."""
+LARGEST = 1e30
+"""The largest number of a reward or its metrics, whatever its sign. Advantages are float32, and end the run where they
+are not finite; so many rewards as an episode may have are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ def settled(where: str, outcome: object) -> RewardResult:
         if isinstance(outcome, Raised):
             raise outcome.error
         result = (
-            outcome if isinstance(outcome, RewardResult) else RewardResult(reward=reward_number("a reward", outcome))
+            outcome if isinstance(outcome, RewardResult) else RewardResult(reward=finite_number("a reward", outcome))
         )
         return RewardResult(
-            reward=reward_number("a reward", result.reward),
+            reward=finite_number("a reward", result.reward),
             accuracy=None if result.accuracy is None else finite_number("an accuracy", result.accuracy),
             answer=None if result.answer is None else _text("an answer", result.answer),
             metrics=checked_metrics(result.metrics),
@@ -85,22 +85,16 @@ def checked_metrics(metrics: Mapping[Any, object]) -> dict[str, float]:
     }
 
 
-def reward_number(what: str, value: object) -> float:
-    """Return a reward as a float. Raise TypeError or ValueError, as `finite_number` does, if it is none."""
-    number = finite_number(what, value)
-    if abs(number) > LARGEST_REWARD:
-        raise ValueError(f"{what} must be from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, not {number:g}")
-    return number
-
-
 def finite_number(what: str, value: object) -> float:
     """Return a number as a float. Raise TypeError or ValueError with a message that begins with `what` if it is not a
-    finite number."""
+    finite number, or beyond LARGEST."""
     if not isinstance(value, (float, int, SupportsFloat)):  # float() would also take a string
         raise TypeError(f"{what} must be a finite number, not {value!r:.100}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} must be a finite number, not {number}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"{what} must be from -{LARGEST:g} to {LARGEST:g}, not {number:g}")
     return number
 
 

@@ -1,6 +1,5 @@
 """The tree of generations of one session, which says what each request went on from and what of it is trained."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 
 from rollout.chat.messages import ChatRequest, Finish, Message
 from rollout.chat.verification import Cause
+from rollout.rewards.outcome import checked_metrics, finite_number
 from rollout.sessions.tree.attachment import Attachment, TreeIndex
 from rollout.sessions.tree.generation import Delivery, Generation, Names, Place, State
 from rollout.sessions.tree.sequences import SessionStatistics, rows, statistics, to_sequence
@@ -160,11 +160,10 @@ class Transcript:
 
     def reward(self, value: float, answer_id: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Reward the session, or the answer `answer_id`, and replace an earlier reward for the same. Raises ValueError
-        for an unknown answer or a value that is not finite, and TranscriptClosedError."""
+        for an unknown answer and for numbers that no reward has (`finite_number`), and TranscriptClosedError."""
         self._check_open()
-        if not math.isfinite(value):
-            raise ValueError(f"reward {value}: must be a finite number")
-        metrics = {**self.rewards.metrics, **(metrics or {})}
+        value = finite_number("a reward", value)
+        metrics = {**self.rewards.metrics, **checked_metrics(metrics or {})}
         if answer_id is None:
             self.rewards = replace(self.rewards, value=value, metrics=metrics)
             return

@@ -214,15 +214,15 @@ open("answer.txt", "w").write(ask(sys.argv[2]))
 TWO_HALVES = """
 body = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 turn = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"], body)[1]["id"]
-for reward in ({"value": 1.5e308}, {"value": 1.5e308, "turn": turn}):
+for reward in ({"value": 8e29}, {"value": 8e29, "turn": turn}):
     assert post(os.environ["SLIPSTREAM_REWARD_URL"], os.environ["SLIPSTREAM_REWARD_KEY"], reward)[0] == 200
 """
 
 
 @on_real_clock
-async def test_rewards_whose_sum_is_no_number_are_a_failure(tmp_path: Path) -> None:
+async def test_rewards_whose_sum_is_no_reward_are_a_failure(tmp_path: Path) -> None:
     episode = await run(command(tmp_path, TWO_HALVES), command_reward=True)
-    assert episode.result is not None and "must be a finite number" in (episode.result.error or "")
+    assert episode.result is not None and "must be from -1e+30 to 1e+30, not 1.6e+30" in (episode.result.error or "")
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------------

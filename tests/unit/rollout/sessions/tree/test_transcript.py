@@ -247,12 +247,16 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         chat.transcript.deliver(generation.number, whole=True)
     with pytest.raises(ValueError, match="must be the id of an answer"):
         chat.transcript.reward(1.0, chat.transcript.names.answer_id(generation.number))
+    with pytest.raises(ValueError, match="a reward must be from -1e\\+30 to 1e\\+30, not 1e\\+39"):
+        chat.transcript.reward(1e39)
+    with pytest.raises(ValueError, match="the metric steps must be from -1e\\+30"):
+        chat.transcript.reward(1.0, metrics={"steps": 1e39})
     chat.finish(generation.number, "4")
     with pytest.raises(ValueError, match="finished already"):
         chat.finish(generation.number, "5")
     with pytest.raises(ValueError, match="must be the id of an answer"):
         chat.transcript.reward(1.0, other.transcript.names.answer_id(0))
-    with pytest.raises(ValueError, match="reward nan"):
+    with pytest.raises(ValueError, match="a reward must be a finite number, not nan"):
         chat.transcript.reward(float("nan"))
     with pytest.raises(ValueError, match="has 1, counted from 0"):
         chat.transcript.generation(1)

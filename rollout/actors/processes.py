@@ -58,36 +58,48 @@ def end_descendants_with_this(folder: Path | None = None) -> None:
 
 @cache  # by pid, too: a process that was forked needs a guard of its own
 def _start_guard(owner: int, folder: Path | None) -> None:
-    subprocess.Popen(
-        [sys.executable, "-m", __name__, str(owner), *([] if folder is None else [str(folder)])],
+    guard = [sys.executable, "-m", __name__, str(owner), *([] if folder is None else [str(folder)])]
+    # Not a child of this process: Ray kills the children of an actor that it ends.
+    subprocess.run(
+        ["/bin/sh", "-c", '"$@" &', "sh", *guard],
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # out of reach of a Ctrl-C
+        check=True,
     )
 
 
 def _guard(owner: int, folders: Iterable[str]) -> None:
-    _end_descendants(owner)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+        _end_descendants(psutil.Process(owner))
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end_descendants(owner: int) -> None:
+def _end_descendants(owner: psutil.Process) -> None:
     """Kill the descendants of the owner when it is gone."""
     descendants: set[psutil.Process] = set()
     for interval in itertools.count():
-        if os.getppid() != owner:  # whose parent ends gets another
+        if not _lives(owner):
             break
         if interval % INTERVALS_PER_SCAN == 0:
-            descendants.update(process_tree(owner)[1:])
+            descendants.update(process_tree(owner.pid)[1:])
             descendants = {process for process in descendants if process.is_running()}
         time.sleep(GUARD_INTERVAL_S)
     sessions = {process.pid for process in descendants}
     for _ in range(PASSES):  # a process that is being killed may just have started another
-        kill_processes(process for process in descendants if process.pid != os.getpid())
+        kill_processes(descendants)
         descendants = _in_sessions(sessions)
         if not descendants:
             return
         time.sleep(PASS_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Return whether a process is there. One that has ended may stay as a zombie for as long as its parent likes."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _in_sessions(leaders: set[int]) -> set[psutil.Process]:
@@ -95,7 +107,8 @@ def _in_sessions(leaders: set[int]) -> set[psutil.Process]:
     members: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
+            is_other = process.pid != os.getpid()
+            if is_other and os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE:
                 members.add(process)
     return members
 

@@ -12,10 +12,11 @@ import pytest
 
 from configs.runtime.environment import REPO_ROOT
 from rollout.actors.processes import GUARD_INTERVAL_S, INTERVALS_PER_SCAN
-from tests.support.whole_runs import survivors
+from tests.support.whole_runs import command_of, survivors
 
 pytestmark = pytest.mark.slow
 
+GUARD = "rollout.actors.processes"
 OWNER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -39,8 +40,10 @@ def test_descendants_and_their_guard_end_with_their_owner_and_its_folder_goes(tm
     owners = [start(tmp_path / str(number)) for number in range(3)]
     time.sleep((INTERVALS_PER_SCAN + 2) * GUARD_INTERVAL_S)
     children = [psutil.Process(owner.pid).children(recursive=True) for owner in owners]
+    guards = [guard for owner in owners for guard in guards_of(owner.pid)]
     try:
-        assert [len(of_owner) for of_owner in children] == [5] * 3, "the guard, two of the owner, two of the shell"
+        assert [len(of_owner) for of_owner in children] == [4] * 3, "two of the owner, two of the shell"
+        assert len(guards) == 3
         killed, terminated, returning = owners
         killed.kill()
         terminated.send_signal(signal.SIGTERM)
@@ -49,7 +52,7 @@ def test_descendants_and_their_guard_end_with_their_owner_and_its_folder_goes(tm
         for owner, of_owner in zip(owners, children, strict=True):
             owner.wait(30)
             assert survivors(of_owner) == []
-        assert list(tmp_path.iterdir()) == []
+        assert survivors(guards) == [] and list(tmp_path.iterdir()) == []
     finally:
         for process in [*owners, *sum(children, [])]:
             if isinstance(process, subprocess.Popen) or process.is_running():
@@ -58,6 +61,11 @@ def test_descendants_and_their_guard_end_with_their_owner_and_its_folder_goes(tm
             owner.wait()
             if owner.stdin is not None:
                 owner.stdin.close()
+
+
+def guards_of(owner: int) -> list[psutil.Process]:
+    """Return the processes that guard another one, whose children they are not."""
+    return [process for process in psutil.process_iter() if f"-m {GUARD} {owner} " in command_of(process)]
 
 
 OF_A_REWARD = """

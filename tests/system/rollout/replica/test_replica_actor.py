@@ -1,6 +1,8 @@
 """A replica in its Ray actor: control calls under load, and exact tags over Ray."""
 
 import asyncio
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -78,16 +80,22 @@ async def load_and_control(replica: ReplicaHandle, model_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-def test_control_calls_and_updates_under_load(engine_spec: EngineSpec, tiny_model: Path) -> None:
+def test_control_calls_and_updates_under_load_leave_no_file(engine_spec: EngineSpec, tiny_model: Path) -> None:
     replica = create_replica("replica-0", engine_spec, no_redirect)
 
-    async def scenario() -> None:
+    async def scenario() -> Path:
         async with asyncio.timeout(200):
             await replica.start(engine_spec, WeightSyncConfig())
             await load_and_control(replica, tiny_model)
+            return Path(await replica.actor.__ray_call__.remote(lambda actor: os.environ["TMPDIR"]))
 
     try:
-        asyncio.run(scenario())
+        folder = asyncio.run(scenario())
+        assert any(path.is_socket() for path in folder.iterdir())
     finally:
         replica.kill()
         release()
+    deadline = time.monotonic() + 30
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not folder.exists(), "nobody else would remove the sockets of an engine"

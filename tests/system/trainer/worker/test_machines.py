@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group
 
 from configs.checkpoint import CheckpointConfig
 from configs.schema import Config, Layout, TrainerConfig
+from rollout.actors.place import own_place
 from tests.support import batches
 from tests.support.machines import NEEDS_NAMESPACES, Machine
 from tests.support.reference import VOCAB_SIZE, double, random_groups
@@ -57,9 +58,11 @@ class Scene:
         self.checkpointer.commit({})
         await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
 
-    def worker_elsewhere(self) -> psutil.Process:
-        [worker] = [process for process in self.machine.processes() if "TrainWorkerActor" in process.name()]
-        return worker
+    async def rank_elsewhere(self) -> Any:
+        """Return the actor of the rank on the other machine, where its spare process is, too."""
+        asked = [actor.__ray_call__.remote(lambda actor: own_place().node_id) for actor in self.group.actors]
+        nodes = await asyncio.gather(*asked)
+        return self.group.actors[nodes.index(self.machine.node_id)]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def test_ranks_that_do_not_have_the_run_folder_save_and_load_through_the_driver(
         assert again.weights == scene.digests[2]
 
     assert len({scene.machine.node_id, ray.get_runtime_context().get_node_id()}) == 2
-    assert scene.worker_elsewhere().is_running()
+    assert scene.run(scene.rank_elsewhere())
     scene.run(scenario())
     assert scene.reports == []
 
@@ -112,11 +115,12 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(scen
 
     async def scenario() -> None:
         await scene.train(1)
+        rank = await scene.rank_elsewhere()
         disk = psutil.Process(await scene.group._drivers_machine.__ray_call__.remote(lambda machine: os.getpid()))
         disk.suspend()
         await scene.checkpointer.stage(4)
         scene.checkpointer.commit({})
-        scene.worker_elsewhere().kill()  # which waits for the driver's machine, and the other rank for it
+        ray.kill(rank)  # which waits for the driver's machine, and the other rank for it
         disk.resume()
         await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "checkpoint"])
 

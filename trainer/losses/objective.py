@@ -80,7 +80,7 @@ class Objective:
         is_learned = ce_weights != 0
         count = float(is_learned.sum())
         metrics: dict[str, Metric] = {
-            "actor/ce_loss": Mean(-logprobs.detach()[is_learned].double().sum().item(), count),
+            "actor/ce_loss": Mean(-logprobs.detach().where(is_learned, 0.0).double().sum().item(), count),
             "actor/ce_tokens": Sum(count),
         }
         is_clipped = torch.zeros_like(logprobs, dtype=torch.bool)

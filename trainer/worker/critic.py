@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,10 +93,9 @@ class Critic:
         returns = torch.as_tensor(batch.tokens.returns, device=self._device)
         losses, is_clipped = clipped_value_loss(values, old_values, returns, self._clip)
         weights = torch.as_tensor(batch.tokens.loss_weights, device=self._device)
-        is_learned = weights != 0
         loss = (losses * weights).sum()
         (loss * self._world_size).backward()  # FSDP averages gradients over ranks: this makes it the sum
         metrics: dict[str, Metric] = {"critic/vf_loss": Sum(loss.item())}
-        if is_learned.any():
-            metrics["critic/vf_clipfrac"] = Mean(is_clipped[is_learned].sum().item(), is_learned.sum().item())
+        if num_learned := int(np.count_nonzero(batch.tokens.loss_weights)):
+            metrics["critic/vf_clipfrac"] = Mean((is_clipped & (weights != 0)).sum().item(), num_learned)
         return metrics

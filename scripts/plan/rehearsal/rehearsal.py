@@ -154,16 +154,17 @@ class RehearsedWorker(TrainWorker):
             self.counting.positions = np.concatenate([batch.position_ids, added], axis=1)
 
 
-def rehearse(config: Config, device: str, path: str) -> Rehearsal:
-    """Run a step of rank 0, which has the most rows, over two micro-batches of the longest sequences.
+def rehearse(config: Config, device: str, path: str, batch: StepBatch | None = None) -> Rehearsal:
+    """Run a step of rank 0, which has the most rows, over two full micro-batches.
 
     Args:
         device: "cpu" or "cuda": whose paths are taken.
         path: a folder, or a hub name, with a config.json.
+        batch: the batch of the step; None: two micro-batches of the longest sequences for each rank.
     """
     started, trainer = time.perf_counter(), config.trainer
     config = replace(config, trainer=replace(trainer, compile=False))  # compiled code has no operators to count
-    batch = full_batch(config)
+    batch = batch or full_batch(config)
     worker = RehearsedWorker(config=config, device=device, make_sender=no_sender, open_model=open_without_values)
     try:
         with (

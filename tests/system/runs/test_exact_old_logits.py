@@ -21,7 +21,7 @@ and a hundredth of what staleness makes of these runs."""
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(["trainer.num_ranks=2"], id="keep"),
+        pytest.param(["trainer.num_ranks=2"], id="keep", marks=pytest.mark.nightly),
         pytest.param(
             ["weight_sync.in_flight_kv=recompute", "trainer.layout=packed"], id="recompute", marks=pytest.mark.nightly
         ),

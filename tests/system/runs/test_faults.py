@@ -127,7 +127,10 @@ def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model
         check_tokens(run.run_dir)
 
 
-@pytest.mark.parametrize("how", ["own cluster", "own cluster, killed with it", "standing cluster"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("own cluster", marks=pytest.mark.nightly), "own cluster, killed with it", "standing cluster"],
+)
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, how: str) -> None:
     overrides = [*small(tiny_model), "trainer.total_steps=100000", "trainer.eval_every=0"]
     if how != "standing cluster":

@@ -97,7 +97,7 @@ def check_records(run: Run) -> None:
         assert sequence["loss_tokens"] == sum(end - start for start, end, _ in sequence["versions"]) > 0
 
 
-@pytest.mark.parametrize("who", ["driver", "everything"])
+@pytest.mark.parametrize("who", [pytest.param("driver", marks=pytest.mark.nightly), "everything"])
 def test_a_harness_hears_the_recorded_answers_after_its_run_was_killed(
     tmp_path: Path, chat_model: Path, who: str
 ) -> None:

@@ -96,7 +96,7 @@ EVALUATE = (sys.executable, "-m", "scripts.evaluate")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["agent", "agent_command"])
+@pytest.mark.parametrize("key", [pytest.param("agent", marks=pytest.mark.nightly), "agent_command"])
 def test_a_harness_is_evaluated_as_it_is_trained(key: str, tmp_path: Path, chat_model: Path) -> None:
     (tmp_path / "my_agent.py").write_text(AGENT)
     (tmp_path / "agent.py").write_text(COMMAND)

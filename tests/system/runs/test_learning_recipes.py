@@ -55,7 +55,7 @@ def runs_programs(steps: list[Metrics], before: Metrics) -> None:
 @pytest.mark.parametrize(
     ("recipe", "model", "warmup_steps", "check"),
     [
-        ("agent", "chat", 60, calls_the_calculator),
+        pytest.param("agent", "chat", 60, calls_the_calculator, marks=pytest.mark.nightly),  # "mixture" has it too
         pytest.param("search_world", "chat", 80, searches, marks=pytest.mark.nightly),
         ("mixture", "chat", 120, learns_from_three_sources),
         pytest.param(

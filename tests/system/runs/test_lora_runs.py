@@ -45,7 +45,7 @@ def test_replicas_serve_the_weights_with_the_adapter_and_are_sent_the_adapter(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_replicas_serve_the_adapter_beside_weights_of_their_own(
     quantized: bool, tmp_path: Path, tiny_model: Path
 ) -> None:

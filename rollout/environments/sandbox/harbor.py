@@ -176,14 +176,20 @@ def _task_folders(entry: str) -> list[Path]:
 @lru_cache(maxsize=1024)
 def read_task(folder: Path) -> Task:
     """Read a task. Raises TaskError, which names the file and what is wrong with it."""
-    settings = _settings(folder)
-    environment, verifier = (_table(settings, name, folder) for name in ("environment", "verifier"))
+    file = folder / "task.toml"
+    try:
+        settings = tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"{file}: {error}") from error
+    environment, verifier = (_table(settings, name, file) for name in ("environment", "verifier"))
     if "steps" in settings:
-        raise TaskError(f"{folder / 'task.toml'}: has steps, and only tasks of one step are read")
+        raise TaskError(f"{file}: has steps, and only tasks of one step are read")
     image = environment.get("docker_image")
     recipe = folder / "environment" / "Dockerfile"
-    built = _built(recipe) if recipe.is_file() else _plain(folder / "environment")
-    workdir, env, files, needs_build = built
+    if recipe.is_file():
+        workdir, env, files, needs_build = _built(recipe)
+    else:
+        workdir, env, files, needs_build = WORKDIR, {}, list(_tree(folder / "environment", WORKDIR)), None
     workdir = str(environment.get("workdir") or workdir)
     if not is_writable(workdir):
         raise TaskError(f"{folder}: its workdir {workdir} must be in one of {_writable()}")
@@ -205,18 +211,10 @@ def read_task(folder: Path) -> Task:
     )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "task.toml"
-    try:
-        return tomllib.loads(_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"{file}: {error}") from error
-
-
-def _table(settings: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+def _table(settings: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
     table = settings.get(name, {})
     if not isinstance(table, dict):
-        raise TaskError(f"{folder / 'task.toml'}: {name} must be a table")
+        raise TaskError(f"{file}: {name} must be a table")
     return table
 
 
@@ -274,10 +272,6 @@ def _copied(recipe: Path, rest: str, workdir: str) -> Iterator[CopiedFile]:
         else:
             is_folder = target.endswith("/") or target in (".", "..") or len(names) > 1 or str(base) == workdir
             yield CopiedFile.of(source, str(base / source.name if is_folder else base))
-
-
-def _plain(environment: Path) -> tuple[str, dict[str, str], list[CopiedFile], None]:
-    return WORKDIR, {}, list(_tree(environment, WORKDIR)), None
 
 
 def _tree(folder: Path, target: str) -> Iterator[CopiedFile]:

@@ -145,12 +145,7 @@ def _document(record: _Record) -> Document | str:
 
 
 def _jsonl(path: Path) -> Read:
-    with path.open("rb") as lines:
-        yield from _records(path, lines)
-
-
-def _gzipped(path: Path) -> Read:
-    with gzip.open(path, "rb") as lines:
+    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
         yield from _records(path, lines)
 
 
@@ -252,7 +247,7 @@ def _cut(paragraph: str) -> list[str]:
     return [*pieces, paragraph[begin:]]
 
 
-READERS = {".jsonl": _jsonl, ".jsonl.gz": _gzipped, ".parquet": _parquet, ".txt": _text, ".md": _text}
+READERS = {".jsonl": _jsonl, ".jsonl.gz": _jsonl, ".parquet": _parquet, ".txt": _text, ".md": _text}
 
 
 def find_reader(path: Path) -> Any:

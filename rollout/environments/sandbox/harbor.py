@@ -25,6 +25,7 @@ from configs.sandbox import SandboxBackend, SandboxConfig
 from configs.validate import ConfigError
 from rollout.environments.sandbox.launching import FOLDERS, MIB, shipped_tasks
 from rollout.environments.sandbox.sandbox import ENVIRONMENT, MAX_FILE_BYTES, Sandbox, SandboxFileError
+from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
 COLUMN = "harbor_task"
@@ -126,14 +127,6 @@ class Task:
         if config.backend is not SandboxBackend.harbor and largest > config.disk_mb * MIB:
             needs = f"its files have {largest} bytes, and sandbox.disk_mb={config.disk_mb}"
             raise TaskError(f"{self.folder}: {needs}: set that to more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The result of a task's tests."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -305,12 +298,12 @@ async def set_up(sandbox: Sandbox, task: Task) -> None:
         raise SandboxFileError(f"{task.folder}: {made.text()}")
 
 
-async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
+async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> RewardResult:
     """Run the tests of a task, which the sandbox gets only now, after all that the agent left running has ended.
 
     Tests that reach a limit, or write no reward, give 0: what they run is the agent's. Raises SandboxLostError.
     """
-    unverified = Verdict(reward=0.0, metrics={"verified": 0.0})
+    unverified = RewardResult(reward=0.0, metrics={"verified": 0.0})
     try:
         await sandbox.clear("tests", "logs", "solution")
         await _write(sandbox, task.tests)
@@ -325,7 +318,7 @@ async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
     if "reward" not in rewards:
         return unverified
     others = {name: value for name, value in rewards.items() if name != "reward"}
-    return Verdict(reward=rewards["reward"], metrics={**others, "verified": 1.0})
+    return RewardResult(reward=rewards["reward"], metrics={**others, "verified": 1.0})
 
 
 async def _rewards(sandbox: Sandbox) -> dict[str, float]:

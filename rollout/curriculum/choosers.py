@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollout.curriculum.order import Cursor, Uniform
-from rollout.curriculum.passes import PassRates
+from rollout.curriculum.passes import PassRates, PassRatesView
 from rollout.types import IntArray, Prompt
 
 CANDIDATES = 1024
@@ -154,7 +154,7 @@ class Custom(Chooser):
     def choose(self, draw: Draw) -> int:
         """Return the row that the function names. Raises RuntimeError, which names the key, for what it raises."""
         try:
-            answer = self._function(self._rows, draw.passes.view, draw.random)
+            answer = self._function(self._rows, PassRatesView(draw.passes), draw.random)
         except Exception as error:  # a user's function raises what it likes
             problem = f"{type(error).__name__}: {error}"
             raise RuntimeError(f"data.curriculum.order={self._name}: has raised {problem:.500}") from error

@@ -1,6 +1,7 @@
 """The levels of the rows of a data set by a column: from easy to hard where it holds numbers."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -40,22 +41,21 @@ def levels_of(rows: Sequence[Mapping[str, Any]], column: str, *, needs_numbers: 
         raise ColumnError(f"column {column!r} must be a number, from easy to hard, is {values[place]!r:.60}", place)
     if len(set(numbers)) > MOST_LEVELS + 1:  # as text, each would be a level of its own
         raise ColumnError(f"column {column!r} is {values[place]!r:.60} here, and a number in other rows", place)
-    texts = list(map(str, values))
-    order = {text: level for level, text in enumerate(sorted(set(texts)))}
-    return [order[text] for text in texts]
+    return _dense(list(map(str, values)))
 
 
 def _ranked(numbers: Sequence[float]) -> list[int]:
     """Return levels of numbers: one for each value or, of many values, so that equal ones have the same."""
-    distinct = sorted(set(numbers))
-    if len(distinct) > MOST_LEVELS:
-        ordered = sorted(numbers)
-        first = {number: place for place, number in reversed(list(enumerate(ordered)))}
-        parts = {number: first[number] * MOST_LEVELS // len(ordered) for number in distinct}
-        dense = {part: level for level, part in enumerate(sorted(set(parts.values())))}
-        return [dense[parts[number]] for number in numbers]
-    order = {number: level for level, number in enumerate(distinct)}
-    return [order[number] for number in numbers]
+    if len(set(numbers)) <= MOST_LEVELS:
+        return _dense(numbers)
+    ordered = sorted(numbers)
+    return _dense([bisect_left(ordered, number) * MOST_LEVELS // len(ordered) for number in numbers])
+
+
+def _dense(values: Sequence[Any]) -> list[int]:
+    """Return the place of each value among the different ones in their order."""
+    order = {value: level for level, value in enumerate(sorted(set(values)))}
+    return [order[value] for value in values]
 
 
 def _value(row: Mapping[str, Any], column: str, place: int) -> Cell:

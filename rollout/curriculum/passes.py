@@ -91,8 +91,11 @@ class PassRates:
         """Return the mean of the posterior of these rows' pass rates, by default of all: the probability that the next
         response passes."""
         rows = self._all if rows is None else rows
+        prior = np.full(len(rows), PRIOR)
+        if self._pools is not None:
+            passed, failed = self._of_pools.at(self._pools[rows], self.clock)
+            prior = (PRIOR + passed) / (2 * PRIOR + passed + failed)
         passed, failed = self._of_rows.at(rows, self.clock)
-        prior = self._prior(rows)
         return (prior + passed) / (1 + passed + failed)
 
     def variance(self, rows: IntArray | None = None) -> Rates:
@@ -103,16 +106,6 @@ class PassRates:
         """
         rate = self.rate(rows)
         return rate * (1 - rate)
-
-    def _prior(self, rows: IntArray) -> Rates:
-        if self._pools is None:
-            return np.full(len(rows), PRIOR)
-        passed, failed = self._of_pools.at(self._pools[rows], self.clock)
-        return (PRIOR + passed) / (2 * PRIOR + passed + failed)
-
-    @property
-    def view(self) -> "PassRatesView":
-        return PassRatesView(self)
 
     @property
     def checksum(self) -> int:
@@ -132,7 +125,7 @@ class PassRates:
 class PassRatesView:
     """The pass rates of an order as a user's function reads them. Nothing here changes the order.
 
-    Example: passes.view.visits, passes.view.rate(), passes.view.variance(np.array([2]))
+    Example: passes.visits, passes.rate(), passes.variance(np.array([2]))
     """
 
     def __init__(self, passes: PassRates):

@@ -12,9 +12,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product, takewhile
+from itertools import product
 
-from rollout.data.sources import DataError, Record
+from rollout.data.sources import DataError, Record, part_of
 from rollout.environments.sandbox.code_world import RUN, report
 
 NAMES, VARIABLES = ("f", "g", "h", "fix", "calc"), ("x", "n", "k", "m")
@@ -97,16 +97,11 @@ def rows(entries: str, *, sizes: Mapping[str, int], data_seed: int = 0) -> list[
 
 def problems_of(part: str, sizes: Mapping[str, int], data_seed: int) -> list[Problem]:
     """Return the problems of a part. Raises DataError."""
-    if part not in sizes:
-        raise DataError(f"data.train_files or val_files={part}: data.loader_args.sizes has {', '.join(sizes)}")
-    every = list(_every())
+    places, every = part_of(part, sizes), list(_every())
     if sum(sizes.values()) > len(every):
         raise DataError(f"data.loader_args.sizes={dict(sizes)}: there are {len(every)} problems")
     random.Random(data_seed).shuffle(every)
-    start = sum(size for name, size in takewhile(lambda pair: pair[0] != part, sizes.items()))
-    return [
-        _problem(*every[place], random.Random(f"{data_seed}/{place}")) for place in range(start, start + sizes[part])
-    ]
+    return [_problem(*every[place], random.Random(f"{data_seed}/{place}")) for place in places]
 
 
 def _problem(broken: Program, repaired: Program, tested: int, rng: random.Random) -> Problem:

@@ -8,10 +8,9 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
-from rollout.data.sources import DataError, Record
+from rollout.data.sources import DataError, Record, part_of
 from rollout.rewards.base import RewardResult
 from rollout.rewards.gsm8k import tagged_answer
 from rollout.types import Prompt
@@ -39,14 +38,11 @@ def rows(entries: str, *, tasks: Tasks, sizes: Mapping[str, int], data_seed: int
     Each row has `question`, `answer`, `data_source` (its task), and what the reward needs: the `config` of the task and
     the `entry` as the package made it. Raises DataError, and ImportError where the package is missing.
     """
-    if entries not in sizes:
-        raise DataError(f"data.train_files or val_files={entries}: data.loader_args.sizes has {', '.join(sizes)}")
+    places = part_of(entries, sizes)
     if not tasks:
         raise DataError(f"{TASKS}: names no task")
-    start = sum(size for part, size in takewhile(lambda pair: pair[0] != entries, sizes.items()))
     share = -(-sum(sizes.values()) // len(tasks))
     by_task = [_drawn(task, dict(config), share, data_seed) for task, config in tasks.items()]
-    places = range(start, start + sizes[entries])
     return [by_task[place % len(by_task)][place // len(by_task)] for place in places]
 
 
@@ -117,13 +113,9 @@ def _drawn(task: str, config: dict[str, Any], count: int, seed: int) -> list[Rec
         if len(drawn) == count:
             return list(drawn.values())
         entry = made[index]
-        row = {"answer": _text(entry["answer"]), "data_source": task, "config": config, "entry": entry}
+        answer = "" if entry["answer"] is None else str(entry["answer"])  # some tasks have no single right one
+        row = {"answer": answer, "data_source": task, "config": config, "entry": entry}
         drawn.setdefault(entry["question"], {"question": entry["question"], **row})
     if len(drawn) < count:
         raise DataError(f"{TASKS}.{task}={config}: has {len(drawn)} distinct problems, and {count} are wanted")
     return list(drawn.values())
-
-
-def _text(answer: Any) -> str:
-    """Return a right answer as text; some tasks have no single one."""
-    return "" if answer is None else str(answer)

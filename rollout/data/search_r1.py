@@ -1,7 +1,6 @@
 """Rows of Search-R1's data set, NQ and HotpotQA: the questions within its instruction, with every right answer."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from rollout.data.sources import DataError, Record
@@ -57,14 +56,8 @@ def _question(record: Record) -> str | None:
 
 
 def _answers(record: Record) -> list[str]:
-    return next(filter(None, map(_texts, _places(record))), [])
-
-
-def _places(record: Record) -> Iterator[Any]:
-    """Yield the values of a row that may hold its answers."""
-    yield record.get("golden_answers")
-    for column in ("reward_model", "reward_spec"):
-        yield _reached(record, column, "ground_truth", "target")
+    in_schema = (_reached(record, column, "ground_truth", "target") for column in ("reward_model", "reward_spec"))
+    return next(filter(None, map(_texts, (record.get("golden_answers"), *in_schema))), [])
 
 
 def _reached(value: Any, *keys: str) -> Any:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def records(source: DataSource, columns: Collection[str] | None = None) -> Itera
     raise DataError(
         f"{path}: must be a .jsonl, .json or .parquet file, a folder, or a hub name with its split: org/name@split"
     )
+
+
+def part_of(part: str, sizes: Mapping[str, int]) -> range:
+    """Return the places of a part, such as `train`, among generated problems. The parts have theirs in the order of
+    `sizes`, so that a part is the same whatever comes after it. Raises DataError for a part that there is not."""
+    if part not in sizes:
+        raise DataError(f"data.train_files or val_files={part}: data.loader_args.sizes has {', '.join(sizes)}")
+    start = sum(size for _, size in takewhile(lambda pair: pair[0] != part, sizes.items()))
+    return range(start, start + sizes[part])
 
 
 def columnar(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:

@@ -195,15 +195,16 @@ def agent_loop(
         ValueError: An argument is wrong, or no environment can be made of them.
     """
     env_args = dict(env_args or {})
-    make = _maker(env, env_args)
-    space = _action_space(make, env, env_args)
+    make, space = _maker(env, env_args)
     observe_with = None if observe is None else find(f"{KEY}.observe", observe, ("observation",))
     act_with = act_in(space, actions) if act is None else find(f"{KEY}.act", act, ("text",))
     is_chat = options.get("chat", False)
     return turns(lambda prompt: GymnasiumEnvironment(prompt, make, observe_with, act_with, is_chat), tokenizer, options)
 
 
-def _maker(env: str, env_args: Mapping[str, Any]) -> Callable[[], Any]:
+def _maker(env: str, env_args: dict[str, Any]) -> tuple[Callable[[], Any], Any]:
+    """Return what makes an environment, and its actions: one is made at once, to see that it can be. Raises ValueError,
+    and ImportError where there is no gymnasium."""
     gymnasium: Any = optional("gymnasium", "gymnasium")
     if HOUSE not in gymnasium.registry:
         gymnasium.register(HOUSE, "rollout.environments.text_world:make_house", max_episode_steps=100)
@@ -215,20 +216,9 @@ def _maker(env: str, env_args: Mapping[str, Any]) -> Callable[[], Any]:
             raise ValueError(f"{KEY}.env={env}: {module} cannot be imported: {described(error)}") from error
     try:
         spec = gymnasium.spec(name)  # by which another process can make it, too, whatever was registered there
-    except Exception as error:
-        raise _cannot_be_made(env, env_args, error) from error
-    return partial(gymnasium.make, spec, **env_args)
-
-
-def _cannot_be_made(env: str, env_args: Mapping[str, Any], error: Exception) -> ValueError:
-    return ValueError(f"{KEY}.env={env}, env_args={dict(env_args)}: cannot be made: {described(error)}")
-
-
-def _action_space(make: Callable[[], Any], env: str, env_args: Mapping[str, Any]) -> Any:
-    """Return the actions of an environment, which is made only to see that one can be."""
-    try:
+        make = partial(gymnasium.make, spec, **env_args)
         made = make()
     except Exception as error:
-        raise _cannot_be_made(env, env_args, error) from error
+        raise ValueError(f"{KEY}.env={env}, env_args={env_args}: cannot be made: {described(error)}") from error
     made.close()
-    return made.action_space
+    return make, made.action_space

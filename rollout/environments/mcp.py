@@ -22,7 +22,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.tools import ToolEnvironment, ToolResult, capped, no_tool
 from rollout.chat.messages import ToolCall, ToolSpec
 from rollout.environments.optional import optional
-from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
+from rollout.environments.turns import STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, turns
 from rollout.rewards.outcome import described
 
 logger = logging.getLogger(__name__)
@@ -361,11 +361,11 @@ def agent_loop(
     def make_tools() -> McpTools:
         return McpTools(address, specs, call_timeout_s, max_output_chars)
 
-    shared_tools = Shared(make_tools, open_timeout_s) if shared else None
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    if shared_tools is None:
-        return tool_turns(lambda prompt: OwnTools(make_tools()), tokenizer, chat, options)
-    loop = tool_turns(lambda prompt: SharedTools(shared_tools), tokenizer, chat, options)
+    if not shared:
+        return turns(lambda prompt: OwnTools(make_tools()), tokenizer, options, chat)
+    shared_tools = Shared(make_tools, open_timeout_s)
+    loop = turns(lambda prompt: SharedTools(shared_tools), tokenizer, options, chat)
     return replace(loop, closes=(shared_tools.close,))
 
 

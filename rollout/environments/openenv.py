@@ -70,17 +70,14 @@ class Session:
     async def open(cls, url: str) -> "Session":
         """Connect. Raises OpenEnvError when there is no server, and ImportError without websockets."""
         client = optional("websockets.asyncio.client", "websockets")
-        parts = urlsplit(url)
-        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-        address = urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/ws", "", ""))
         try:
             socket = await client.connect(
-                address,
+                _address(url, "ws", {"http": "ws", "https": "wss"}),
                 compression=None,
                 max_size=MAX_MESSAGE_BYTES,
                 close_timeout=CLOSE_S,
                 ping_timeout=None,  # a slow step is no lost connection; each has its own deadline
-                proxy=None if is_loopback(parts.hostname or "") else True,
+                proxy=None if is_loopback(urlsplit(url).hostname or "") else True,
             )
         except (OSError, optional("websockets", "websockets").WebSocketException) as error:
             raise OpenEnvError(f"rollout.agent_args.url={url}: no connection: {error}") from error
@@ -108,6 +105,13 @@ class Session:
         with suppress(optional("websockets", "websockets").ConnectionClosed):
             await self._socket.send(json.dumps({"type": "close"}))
         await self._socket.close()
+
+
+def _address(url: str, route: str, schemes: Mapping[str, str]) -> str:
+    """Return the address of a route of the server. `schemes`: those that it has in place of others."""
+    parts = urlsplit(url)
+    scheme = schemes.get(parts.scheme, parts.scheme)
+    return urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/{route}", "", ""))
 
 
 def _explained(error: Mapping[str, Any]) -> str:
@@ -198,11 +202,9 @@ class Server:
     async def schema(self) -> Mapping[str, Any]:
         """Return the JSON schema of an action, which is asked for once. Raises OpenEnvError."""
         if self._schema is None:
-            parts = urlsplit(self.url)
-            scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
-            address = urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/schema", "", ""))
             try:
-                async with httpx.AsyncClient(trust_env=not is_loopback(parts.hostname or "")) as client:
+                address = _address(self.url, "schema", {"ws": "http", "wss": "https"})
+                async with httpx.AsyncClient(trust_env=not is_loopback(urlsplit(self.url).hostname or "")) as client:
                     self._schema = dict((await client.get(address)).raise_for_status().json()["action"])
             except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
                 why = f"{type(error).__name__}: {error}"
@@ -271,15 +273,12 @@ class OpenEnvEnvironment:
             except OpenEnvError as error:
                 if error.code != FULL:
                     raise
-                self._say_full(error)
+                if not self._server.is_known_full:
+                    logger.warning("%s; episodes wait. Its create_app takes max_concurrent_envs", error)
+                self._server.is_known_full = True
             await self._session.close()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, longest_s)
-
-    def _say_full(self, error: OpenEnvError) -> None:
-        if not self._server.is_known_full:
-            logger.warning("%s; episodes wait. Its create_app takes max_concurrent_envs", error)
-        self._server.is_known_full = True
 
     async def _metrics(self, session: Session) -> dict[str, float]:
         if not self._server.state_metrics:
@@ -327,9 +326,13 @@ def agent_loop(
     """
     if urlsplit(url).scheme not in ("http", "https", "ws", "wss"):
         raise ValueError(f"rollout.agent_args.url={url}: must begin with http://, https://, ws:// or wss://")
+
+    def act_by_schema(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        return ActionSchema(schema, field).read(text)
+
     server = Server(
         url=url,
-        act=find("rollout.agent_args.act", act, ("text", "schema")) if act else _by_schema(field),
+        act=find("rollout.agent_args.act", act, ("text", "schema")) if act else act_by_schema,
         observe=find("rollout.agent_args.observe", observe, ("observation",)) if observe else readable,
         state_metrics=state_metrics,
     )
@@ -344,7 +347,3 @@ def agent_loop(
         return OpenEnvEnvironment(server, {"seed": prompt.ordinal, **(reset or {}), **columns_of_row}, is_chat=is_chat)
 
     return turns(make_environment, tokenizer, options)
-
-
-def _by_schema(field: str | None) -> Callable[[str, Mapping[str, Any]], Mapping[str, Any]]:
-    return lambda text, schema: ActionSchema(schema, field).read(text)

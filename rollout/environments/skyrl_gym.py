@@ -104,12 +104,6 @@ def _maker(env: str) -> Callable[..., Any]:
     return partial(gym.make, env)
 
 
-def _extras(prompt: Prompt, max_turns: int) -> dict[str, Any]:
-    """Return the columns of the row, as SkyRL's generator gives them."""
-    truths = {column: {"ground_truth": prompt.ground_truth} for column in GROUND_TRUTH_COLUMNS}
-    return {"data_source": prompt.data_source, "extra_info": {}, **truths, **prompt.extra, "max_turns": max_turns}
-
-
 def agent_loop(
     tokenizer: Any,
     *,
@@ -137,7 +131,9 @@ def agent_loop(
     is_chat = options.get("chat", False)
 
     def make_environment(prompt: Prompt) -> SkyRLEnvironment:
-        made = partial(make, env_config=settings, extras=_extras(prompt, loop.max_turns))
+        truths = {column: {"ground_truth": prompt.ground_truth} for column in GROUND_TRUTH_COLUMNS}
+        row = {"data_source": prompt.data_source, "extra_info": {}, **truths, **prompt.extra}  # as SkyRL's generator
+        made = partial(make, env_config=settings, extras={**row, "max_turns": loop.max_turns})
         return SkyRLEnvironment(made, prompt, is_chat=is_chat, allow_postprocessed=allow_postprocessed)
 
     loop = turns(make_environment, tokenizer, options)

@@ -11,6 +11,7 @@ from typing import Any
 from rollout.environments.optional import optional
 
 DIRECTIONS = {"north": (0, -1), "east": (1, 0), "south": (0, 1), "west": (-1, 0)}
+OPPOSITE = {"north": "south", "east": "west", "south": "north", "west": "east"}
 ROOMS = (
     "attic", "bathroom", "bedroom", "cellar", "corridor", "hall", "kitchen", "laundry",
     "library", "lounge", "nursery", "office", "pantry", "studio", "veranda", "workshop",
@@ -75,7 +76,6 @@ class House:
 def _tree(random: Random, cells: list[Cell]) -> dict[Cell, dict[str, Cell]]:
     """Draw ways that connect all cells, without a circle."""
     ways: dict[Cell, dict[str, Cell]] = {cell: {} for cell in cells}
-    opposite = dict(zip(DIRECTIONS, ("south", "west", "north", "east"), strict=True))
     path = [cells[0]]
     while path:
         column, row = path[-1]
@@ -86,7 +86,7 @@ def _tree(random: Random, cells: list[Cell]) -> dict[Cell, dict[str, Cell]]:
             continue
         direction = random.choice(new)
         ways[path[-1]][direction] = beside[direction]
-        ways[beside[direction]][opposite[direction]] = path[-1]
+        ways[beside[direction]][OPPOSITE[direction]] = path[-1]
         path.append(beside[direction])
     return ways
 

@@ -18,7 +18,7 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.agents.threads import called
 from rollout.agents.tools import Tool, Toolbox, ToolEnvironment
 from rollout.chat.messages import Message, Role
-from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, tool_turns
+from rollout.environments.turns import MAX_TURNS, STEP_TIMEOUT_S, ToolTurnOptions, check_tool_limits, turns
 from rollout.types import Prompt
 
 KEY = "rollout.agent_args"
@@ -171,4 +171,4 @@ def agent_loop(
     )
     specs = [tool.spec for tool in tools.values()]
     chat = ChatTurns(tokenizer, specs, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
-    return tool_turns(lambda prompt: ClassEnvironment(prompt, settings), tokenizer, chat, options)
+    return turns(lambda prompt: ClassEnvironment(prompt, settings), tokenizer, options, chat)

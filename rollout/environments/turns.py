@@ -1,6 +1,6 @@
 """The agent loop of an environment that takes turns with the policy, made of what rollout.agent_args says."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from rollout.agents.chat_turns import ChatTurns
@@ -30,35 +30,26 @@ class TurnOptions(ToolTurnOptions, total=False):
     are."""
 
 
-def turns(make_environment: Callable[[Prompt], Environment], tokenizer: Any, options: TurnOptions) -> MultiTurn:
-    """Make the loop. Raises ValueError for an option that there is not, and what `MultiTurn` and `ChatTurns` raise."""
-    chat = ChatTurns(tokenizer) if options.get("chat") else None
-    return _loop(make_environment, tokenizer, chat, options, TurnOptions)
-
-
-def tool_turns(
-    make_environment: Callable[[Prompt], Environment], tokenizer: Any, chat: ChatTurns, options: ToolTurnOptions
-) -> MultiTurn:
-    """Make the loop of an environment with the tools of `chat`, which only a chat template shows."""
-    return _loop(make_environment, tokenizer, chat, options, ToolTurnOptions)
-
-
-def _loop(
+def turns(
     make_environment: Callable[[Prompt], Environment],
     tokenizer: Any,
-    chat: ChatTurns | None,
-    options: Mapping[str, Any],
-    kind: type,
+    options: ToolTurnOptions | TurnOptions,
+    tools: ChatTurns | None = None,
 ) -> MultiTurn:
-    allowed = sorted(kind.__annotations__)
-    if unknown := sorted(set(options) - set(allowed)):
+    """Make the loop. `tools`: the chat of an environment with tools, which only a chat template shows.
+
+    Raises ValueError for an option that there is not, and what `MultiTurn` and `ChatTurns` raise.
+    """
+    values: dict[str, Any] = {"max_turns": MAX_TURNS, "step_timeout_s": STEP_TIMEOUT_S, **options}
+    allowed = sorted((TurnOptions if tools is None else ToolTurnOptions).__annotations__)
+    if unknown := sorted(set(values) - set(allowed)):
         name = unknown[0]
-        raise ValueError(f"rollout.agent_args.{name}={options[name]!r}: is no argument; allowed: {', '.join(allowed)}")
-    stop = options.get("stop", ())
+        raise ValueError(f"rollout.agent_args.{name}={values[name]!r}: is no argument; allowed: {', '.join(allowed)}")
+    stop = values.get("stop", ())
     if isinstance(stop, str):
         raise ValueError(f"rollout.agent_args.stop={stop}: must be a list of texts")
-    defaults = {"max_turns": MAX_TURNS, "step_timeout_s": STEP_TIMEOUT_S}
-    return MultiTurn(make_environment, tokenizer, **{**defaults, **options, "stop": tuple(stop), "chat": chat})
+    chat = ChatTurns(tokenizer) if values.get("chat") else tools
+    return MultiTurn(make_environment, tokenizer, **{**values, "stop": tuple(stop), "chat": chat})
 
 
 def check_tool_limits(call_timeout_s: object, max_output_chars: object, options: ToolTurnOptions) -> None:

@@ -43,8 +43,13 @@ class LegacyEnvironment:
         would count 0."""
         environment, failures = self._environment, list[Exception]()
         _failures.set(failures)
-        start = _input(task) if row is None else dict(row)
-        state = await environment.rollout(start, self._package.OpenAIChatCompletionsClient(client), "policy", {})
+        start = row or {
+            "prompt": [{"role": "user", "content": task.prompt}],
+            "answer": task.ground_truth,
+            "info": task.extra.get("info") or {},
+            "example_id": task.ordinal,
+        }
+        state = await environment.rollout(dict(start), self._package.OpenAIChatCompletionsClient(client), "policy", {})
         if (error := state["error"]) is not None and type(error).__name__ != EMPTY_ANSWER:
             raise RolloutError(f"the environment {self._name} failed: {with_causes(error)}") from error
         if not environment.score_rollouts:
@@ -69,16 +74,6 @@ class LegacyEnvironment:
 def _answer(row: Mapping[str, Any]) -> str:
     answer = row.get("answer")
     return "" if answer is None else str(answer)  # 0 is an answer
-
-
-def _input(task: HarnessTask) -> dict[str, Any]:
-    """Return the input of a rollout for a row that is not the environment's own."""
-    return {
-        "prompt": [{"role": "user", "content": task.prompt}],
-        "answer": task.ground_truth,
-        "info": task.extra.get("info") or {},
-        "example_id": task.ordinal,
-    }
 
 
 @contextmanager

@@ -4,7 +4,7 @@ text."""
 import logging
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, SupportsFloat
 
@@ -13,8 +13,6 @@ from rollout.rewards.base import RewardResult
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 2000
 """The longest text of an error: what the code of a model raises can have any length."""
-
-
 LARGEST = 1e30
 """The largest number of a reward or its metrics, whatever its sign. Advantages are float32, and end the run where they
 are not finite; so many rewards as an episode may have are added up."""
@@ -25,6 +23,14 @@ class Raised:
     """A reward raised this, or did something for which this stands."""
 
     error: BaseException
+
+
+async def awaited(outcome: Awaitable[object]) -> object:
+    """Return what the awaitable gives, or `Raised`."""
+    try:
+        return await outcome
+    except BaseException as error:  # SystemExit too: a reward may execute code that a model wrote
+        return Raised(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from configs.rollout import RewardPlace
 from configs.schema import RolloutConfig
 from rollout.rewards.base import Reward, RewardResult, read_checksum
 from rollout.rewards.math_verify import GIVEN_UP
-from rollout.rewards.outcome import Answer, Raised
+from rollout.rewards.outcome import Answer, Raised, awaited
 from rollout.rewards.pool import NotStartedError, RewardPool
 from rollout.rewards.registry import find_reward
 from rollout.types import Prompt
@@ -167,15 +167,8 @@ async def _in_a_thread(call: Callable[[], object]) -> object:
         return Raised(error)
     await ended.wait()
     [outcome] = outcomes
-    return await _awaited(outcome) if inspect.isawaitable(outcome) else outcome
+    return await awaited(outcome) if inspect.isawaitable(outcome) else outcome
 
 
 async def _answered(read: int, outcome: Awaitable[object]) -> Answer:
-    return Answer(read, await _awaited(outcome))
-
-
-async def _awaited(outcome: Awaitable[object]) -> object:
-    try:
-        return await outcome
-    except BaseException as error:
-        return Raised(error)
+    return Answer(read, await awaited(outcome))

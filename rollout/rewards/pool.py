@@ -15,8 +15,6 @@ import inspect
 import os
 import pickle
 import signal
-from collections.abc import Awaitable
-from dataclasses import dataclass
 from multiprocessing.context import SpawnContext
 
 from pebble import ProcessExpired, ProcessPool
@@ -25,7 +23,7 @@ from configs.schema import RolloutConfig
 from rollout.actors.owned import OwnedProcess, ending, kill_group
 from rollout.actors.tasks import end_with_loop
 from rollout.rewards.base import Reward, RewardResult, read_checksum
-from rollout.rewards.outcome import Answer, Raised, described, settled
+from rollout.rewards.outcome import Answer, Raised, awaited, described, settled
 from rollout.rewards.registry import find_reward
 from rollout.types import Prompt
 
@@ -100,7 +98,7 @@ class RewardPool:
 
     async def _in_process(self, response: bytes) -> RewardResult | str:
         pool = self._running_pool()
-        answer = asyncio.wrap_future(pool.submit(_score, self._timeout_s, response))
+        answer = asyncio.wrap_future(pool.submit(_score, self._timeout_s, self._path, response))
         start_s = self._rollout.start_timeout_s
         try:
             # pebble's own deadline begins when a process has taken the response, and so does not cover its start.
@@ -145,36 +143,30 @@ class _RewardContext(SpawnContext):
     Process = _RewardProcess
 
 
-@dataclass
-class _Loaded:
-    path: str
-    reward: Reward | str
-    """The reward, or why it cannot be loaded."""
-
-
-_loaded = _Loaded("", "nothing was loaded")
+_loaded: dict[str, Reward | str] = {}
+"""The reward of this process by its path, or why it cannot be loaded."""
 
 
 def _load(path: str, rollout: RolloutConfig) -> None:
     try:
-        _loaded.path, _loaded.reward = path, find_reward(path, rollout)
+        _loaded[path] = find_reward(path, rollout)
         if path == "math_verify":
             from rollout.rewards.math_verify import prepare_process
 
             prepare_process()
     except BaseException as error:  # a user's module may raise SystemExit, too
-        _loaded.reward = described(error)
+        _loaded[path] = described(error)
 
 
-def _score(response: bytes) -> RewardResult | str:
+def _score(path: str, response: bytes) -> RewardResult | str:
     """Return the result, or why the reward cannot be loaded."""
-    if isinstance(_loaded.reward, str):
-        return _loaded.reward
+    if isinstance(reward := _loaded[path], str):
+        return reward
     this = os.getpid()
     prompt, text = pickle.loads(response)
     # What a reward returns may not be picklable, and is made a result here.
-    answer = Answer(read_checksum(prompt, text), _called(_loaded.reward, prompt, text))
-    result = settled(f"{_loaded.path} of prompt {prompt.ordinal}", answer)
+    answer = Answer(read_checksum(prompt, text), _called(reward, prompt, text))
+    result = settled(f"{path} of prompt {prompt.ordinal}", answer)
     if os.getpid() != this:
         os._exit(0)  # a fork that the reward has made and forgotten
     return result
@@ -183,12 +175,8 @@ def _score(response: bytes) -> RewardResult | str:
 def _called(reward: Reward, prompt: Prompt, text: str) -> object:
     try:
         outcome = reward(prompt, text)
-        return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome) else outcome
+        return asyncio.run(awaited(outcome)) if inspect.isawaitable(outcome) else outcome
     except BaseException as error:  # SystemExit too: a reward may execute code that a model wrote
         return Raised(error)
     finally:
         signal.alarm(0)  # one that the reward has left would hit the next response
-
-
-async def _awaited(outcome: Awaitable[object]) -> object:
-    return await outcome

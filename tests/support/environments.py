@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from configs.rollout import RolloutConfig, ToolPlace
 from rollout.agents.encoding import encode
 from rollout.agents.loop import Episode
 from rollout.agents.multi_turn import MultiTurn
+from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.prompts import Row
 from rollout.types import Prompt
 from tests.support.chat_models import chat_tokenizer
@@ -54,7 +56,7 @@ def play(loop: MultiTurn, say: Sequence[str] | Callable[[str], str], **more: Any
 
 def play_row(
     loop: MultiTurn,
-    lines: Sequence[str],
+    say: Sequence[str] | Callable[[str], str],
     *,
     question: str = "Guess.",
     ground_truth: str = "",
@@ -64,7 +66,19 @@ def play_row(
     """Play an episode of a row. The chat template is applied if the loop has a chat."""
     has_chat = loop.chat is not None
     prompt = prompt_of(loop, chat=has_chat, question=question, ground_truth=ground_truth, **row)
-    return play(loop, lines, prompt=prompt, max_tokens=max_tokens)
+    return play(loop, say, prompt=prompt, max_tokens=max_tokens)
+
+
+def played_in_both_places(episode: Callable[[], Episode], events: list[str]) -> Episode:
+    """Play an episode in threads and in a process of its own, where it is the same, and return it. `events`: what the
+    environment has noted, which are those of the process of the test."""
+    in_threads = episode()
+    events.clear()
+    with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
+        in_process = episode()
+    assert heard(in_process) == heard(in_threads)
+    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    return in_threads
 
 
 def told(episode: Episode) -> str:

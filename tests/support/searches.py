@@ -13,8 +13,11 @@ import numpy as np
 from rollout.agents.encoding import encode
 from rollout.agents.loop import Episode
 from rollout.agents.multi_turn import MultiTurn
-from rollout.environments.search.documents import Document
+from rollout.environments.search.documents import Document, RetrievalError, Retriever
 from rollout.environments.search.fts5 import Fts5Retriever
+from rollout.environments.search.lookup import Lookup
+from rollout.environments.search.tags import TagEnvironment
+from rollout.environments.search.world import Question
 from rollout.prompts import Row
 from rollout.types import Completion, GenerationRequest, Prompt
 from tests.support.episodes import make_task
@@ -29,6 +32,24 @@ DOCUMENTS = (
 
 def small_corpus(*documents: Document) -> Fts5Retriever:
     return Fts5Retriever(documents or DOCUMENTS)
+
+
+class Down:
+    """A retriever that cannot answer."""
+
+    is_closed = False
+
+    async def search(self, queries: Sequence[str], topk: int) -> Any:
+        raise RetrievalError("nobody is there")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def tag_environment(question: Question, retriever: Retriever, topk: int = 1) -> TagEnvironment:
+    """Make the environment of an episode that asks a question about the world, and reads whole documents."""
+    prompt = Prompt(ordinal=0, text=question.text, token_ids=(), ground_truth=question.answer)
+    return TagEnvironment(prompt, Lookup(retriever, topk, shorten=lambda text: text))
 
 
 class Sampled:

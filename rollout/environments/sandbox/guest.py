@@ -192,7 +192,7 @@ class Guest:
             self.reap()
             if command.pid in self.statuses:
                 drained_by = drained_by or time.monotonic() + DRAIN_S
-                if not command.is_open or time.monotonic() >= drained_by:
+                if not command.open or time.monotonic() >= drained_by:
                     limit = self.reached()
                     if limit is not None:
                         self.end_processes()
@@ -259,10 +259,6 @@ class Command:
             self.events.register(end, select.POLLIN)
         self.events.register(self.input, select.POLLOUT)
         self.events.register(0, 0)  # tells of its end only
-
-    @property
-    def is_open(self):
-        return bool(self.open)
 
     def wait(self, seconds):
         """Pass input and output on until the command ends or the time is over. Return whether the run is gone."""

@@ -25,6 +25,7 @@ from configs.sandbox import SandboxBackend, SandboxConfig
 from configs.validate import ConfigError
 from rollout.environments.sandbox.launching import FOLDERS, MIB, shipped_tasks
 from rollout.environments.sandbox.sandbox import ENVIRONMENT, MAX_FILE_BYTES, Sandbox, SandboxFileError
+from rollout.rewards.base import RewardResult
 from rollout.types import Prompt
 
 COLUMN = "harbor_task"
@@ -128,14 +129,6 @@ class Task:
             raise TaskError(f"{self.folder}: {needs}: set that to more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The result of a task's tests."""
-
-    reward: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
@@ -176,14 +169,20 @@ def _task_folders(entry: str) -> list[Path]:
 @lru_cache(maxsize=1024)
 def read_task(folder: Path) -> Task:
     """Read a task. Raises TaskError, which names the file and what is wrong with it."""
-    settings = _settings(folder)
-    environment, verifier = (_table(settings, name, folder) for name in ("environment", "verifier"))
+    file = folder / "task.toml"
+    try:
+        settings = tomllib.loads(_text(file))
+    except tomllib.TOMLDecodeError as error:
+        raise TaskError(f"{file}: {error}") from error
+    environment, verifier = (_table(settings, name, file) for name in ("environment", "verifier"))
     if "steps" in settings:
-        raise TaskError(f"{folder / 'task.toml'}: has steps, and only tasks of one step are read")
+        raise TaskError(f"{file}: has steps, and only tasks of one step are read")
     image = environment.get("docker_image")
     recipe = folder / "environment" / "Dockerfile"
-    built = _built(recipe) if recipe.is_file() else _plain(folder / "environment")
-    workdir, env, files, needs_build = built
+    if recipe.is_file():
+        workdir, env, files, needs_build = _built(recipe)
+    else:
+        workdir, env, files, needs_build = WORKDIR, {}, list(_tree(folder / "environment", WORKDIR)), None
     workdir = str(environment.get("workdir") or workdir)
     if not is_writable(workdir):
         raise TaskError(f"{folder}: its workdir {workdir} must be in one of {_writable()}")
@@ -205,18 +204,10 @@ def read_task(folder: Path) -> Task:
     )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    file = folder / "task.toml"
-    try:
-        return tomllib.loads(_text(file))
-    except tomllib.TOMLDecodeError as error:
-        raise TaskError(f"{file}: {error}") from error
-
-
-def _table(settings: Mapping[str, Any], name: str, folder: Path) -> Mapping[str, Any]:
+def _table(settings: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
     table = settings.get(name, {})
     if not isinstance(table, dict):
-        raise TaskError(f"{folder / 'task.toml'}: {name} must be a table")
+        raise TaskError(f"{file}: {name} must be a table")
     return table
 
 
@@ -276,10 +267,6 @@ def _copied(recipe: Path, rest: str, workdir: str) -> Iterator[CopiedFile]:
             yield CopiedFile.of(source, str(base / source.name if is_folder else base))
 
 
-def _plain(environment: Path) -> tuple[str, dict[str, str], list[CopiedFile], None]:
-    return WORKDIR, {}, list(_tree(environment, WORKDIR)), None
-
-
 def _tree(folder: Path, target: str) -> Iterator[CopiedFile]:
     """Yield the files below a folder. Raises TaskError for a link, which might lead out of the task."""
     for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
@@ -311,12 +298,12 @@ async def set_up(sandbox: Sandbox, task: Task) -> None:
         raise SandboxFileError(f"{task.folder}: {made.text()}")
 
 
-async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
+async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> RewardResult:
     """Run the tests of a task, which the sandbox gets only now, after all that the agent left running has ended.
 
     Tests that reach a limit, or write no reward, give 0: what they run is the agent's. Raises SandboxLostError.
     """
-    unverified = Verdict(reward=0.0, metrics={"verified": 0.0})
+    unverified = RewardResult(reward=0.0, metrics={"verified": 0.0})
     try:
         await sandbox.clear("tests", "logs", "solution")
         await _write(sandbox, task.tests)
@@ -331,7 +318,7 @@ async def verified(sandbox: Sandbox, task: Task, timeout_s: float) -> Verdict:
     if "reward" not in rewards:
         return unverified
     others = {name: value for name, value in rewards.items() if name != "reward"}
-    return Verdict(reward=rewards["reward"], metrics={**others, "verified": 1.0})
+    return RewardResult(reward=rewards["reward"], metrics={**others, "verified": 1.0})
 
 
 async def _rewards(sandbox: Sandbox) -> dict[str, float]:

@@ -116,20 +116,13 @@ async def run_cases(
     passed = 0
     for count in (_calls, _codes, _inputs):
         try:
-            passed += await count(runner, cases)
-        except _LimitError as error:
-            return passed + error.passed, error.limit
+            more, limit = await count(runner, cases)
         except SandboxFileError:  # the program has left no room for the next test
             return passed, Limit.files
+        passed += more
+        if limit is not None:
+            return passed, limit
     return passed, None
-
-
-class _LimitError(Exception):
-    """A test has reached a limit, after others had passed."""
-
-    def __init__(self, limit: Limit, passed: int = 0):
-        super().__init__(limit)
-        self.limit, self.passed = limit, passed
 
 
 class _Runner:
@@ -152,42 +145,36 @@ class _Runner:
         return await self._sandbox.exec(argv, stdin=stdin.encode("utf-8", "replace"), timeout_s=left, most=most)
 
 
-async def _calls(runner: _Runner, cases: Sequence[Case]) -> int:
+async def _calls(runner: _Runner, cases: Sequence[Case]) -> tuple[int, Limit | None]:
     calls = [case for case in cases if case.call is not None]
     if not calls:
-        return 0
+        return 0, None
     marker = secrets.token_hex(16)
     source = with_calls(runner.program, [case.call or "" for case in calls], marker)
     outcome = await runner.run(source, expected=[case.output for case in calls])
     passed = sum(case.output == value for case, value in zip(calls, values_of(outcome, marker), strict=False))
-    return _unlimited(outcome, passed)
+    return passed, outcome.limit
 
 
-async def _codes(runner: _Runner, cases: Sequence[Case]) -> int:
+async def _codes(runner: _Runner, cases: Sequence[Case]) -> tuple[int, Limit | None]:
     codes = [case.code for case in cases if case.code is not None]
     if not codes:
-        return 0
+        return 0, None
     marker = secrets.token_hex(16)  # a program that ends early, with exit code 0, has not passed
     outcome = await runner.run("\n".join([runner.program, *codes, f"print({marker!r})"]))
     is_through = outcome.is_success and outcome.stdout.decode(errors="replace").rstrip().endswith(marker)
-    return _unlimited(outcome, len(codes) if is_through else 0)
+    return len(codes) if is_through else 0, outcome.limit
 
 
-async def _inputs(runner: _Runner, cases: Sequence[Case]) -> int:
+async def _inputs(runner: _Runner, cases: Sequence[Case]) -> tuple[int, Limit | None]:
     passed = 0
     for case in cases:
         if case.input is not None:
             outcome = await runner.run(runner.program, case.input, [case.output])
-            is_right = outcome.is_success and _lines(outcome.stdout) == _lines(case.output.encode())
-            passed = _unlimited(outcome, passed + is_right)
-    return passed
-
-
-def _unlimited(outcome: Outcome, passed: int) -> int:
-    """Return the number of tests passed. Raises _LimitError where a limit has ended the last."""
-    if outcome.limit is not None:
-        raise _LimitError(outcome.limit, passed)
-    return passed
+            passed += outcome.is_success and _lines(outcome.stdout) == _lines(case.output.encode())
+            if outcome.limit is not None:
+                return passed, outcome.limit
+    return passed, None
 
 
 def with_calls(program: str, calls: Sequence[str], marker: str) -> str:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from configs.sandbox import SandboxBackend, SandboxConfig
+from rollout.environments.sandbox import harbor_guest
 from rollout.environments.sandbox.seccomp import filter_program
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,6 @@ UNPRIVILEGED_ID = 61_357
 distribution has this number."""
 BWRAP = "bwrap"
 HARBOR_GUEST = str(Path(__file__).with_name("harbor_guest.py"))
-HARBOR_SETTINGS = "SLIPSTREAM_HARBOR"
-"""The environment variable with the settings of `harbor_guest.py`: others can read a command line."""
 INSTALL = "python3.12 -m venv FOLDER && FOLDER/bin/pip install 'harbor>=0.26'"
 PROBE_S = 30.0
 """The deadline of the sandbox that is started to see whether the backend works."""
@@ -290,7 +289,7 @@ class Harbor:
             "answer_timeout_s": config.answer_timeout_s,
         }
         # -P: files beside the program are no modules of its own. A session of its own: Ctrl-C is for the run.
-        options = {"env": {**os.environ, HARBOR_SETTINGS: json.dumps(settings)}, "start_new_session": True}
+        options = {"env": {**os.environ, harbor_guest.SETTINGS: json.dumps(settings)}, "start_new_session": True}
         yield Launch(argv=(os.path.expanduser(config.harbor_python), "-P", HARBOR_GUEST), options=options)
 
     def advice(self, error: str) -> str:

@@ -118,8 +118,8 @@ class Sandbox:
     """
 
     def __init__(self, process: ChildProcess, config: SandboxConfig, image: str | None):
-        self.image = image
-        self._process, self._config = process, config
+        self.image, self.config = image, config
+        self._process = process
         self._one = asyncio.Lock()
         self._is_lost = False
         self._said = bytearray()
@@ -162,10 +162,6 @@ class Sandbox:
     def is_lost(self) -> bool:
         return self._is_lost or self._process.returncode is not None
 
-    @property
-    def config(self) -> SandboxConfig:
-        return self._config
-
     async def exec(
         self,
         argv: Sequence[str],
@@ -189,7 +185,7 @@ class Sandbox:
         Raises:
             SandboxLostError: The sandbox is gone, or does not answer.
         """
-        timeout_s = self._config.timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         request = {
             "do": "exec",
             "argv": list(argv),
@@ -198,7 +194,7 @@ class Sandbox:
             "timeout_s": timeout_s,
             "most": most,
         }
-        answer, output = await self._ask(request, stdin, timeout_s + self._config.answer_timeout_s)
+        answer, output = await self._ask(request, stdin, timeout_s + self.config.answer_timeout_s)
         if "error" in answer:
             raise SandboxLostError(f"a sandbox cannot run {argv[0]}: {answer['error']}")
         limit = None if answer["limit"] is None else Limit(answer["limit"])
@@ -208,7 +204,7 @@ class Sandbox:
             stderr=output[answer["sizes"][0] :],
             limit=limit,
             is_cut=answer["is_cut"],
-            why="" if limit is None else limit.text(self._config, timeout_s),
+            why="" if limit is None else limit.text(self.config, timeout_s),
         )
 
     async def read_file(self, path: str, *, most: int = MAX_FILE_BYTES) -> bytes:
@@ -248,14 +244,14 @@ class Sandbox:
         """End it, with all that runs in it and all its files. One that does not end in time is killed."""
         self._lose()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._config.answer_timeout_s):
+            async with asyncio.timeout(self.config.answer_timeout_s):
                 await self._process.wait()
         if self._process.returncode is None:
             self._process.kill()
             async with within(END_S, "END_S", "the end of a sandbox that was killed"):
                 await self._process.wait()
-            if self._config.backend is SandboxBackend.harbor:  # with the others, the kernel ends all
-                late = f"did not end within sandbox.answer_timeout_s={self._config.answer_timeout_s:g}"
+            if self.config.backend is SandboxBackend.harbor:  # with the others, the kernel ends all
+                late = f"did not end within sandbox.answer_timeout_s={self.config.answer_timeout_s:g}"
                 logger.warning("a sandbox of Harbor %s, and may be left behind: %s", late, await self._last_words())
         await self._last_words()  # so that nothing of it is left
 
@@ -265,7 +261,7 @@ class Sandbox:
         self, request: dict[str, Any], content: bytes, deadline_s: float | None = None
     ) -> tuple[dict[str, Any], bytes]:
         """Return the answer to a request, by default within sandbox.answer_timeout_s."""
-        deadline_s = self._config.answer_timeout_s if deadline_s is None else deadline_s
+        deadline_s = self.config.answer_timeout_s if deadline_s is None else deadline_s
         async with self._one:
             if self.is_lost:
                 raise SandboxLostError("the sandbox is gone")

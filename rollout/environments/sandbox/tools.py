@@ -6,11 +6,10 @@ rollout.agent_loop=rollout.environments.sandbox.tools:agent_loop data.chat_templ
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from configs.sandbox import SandboxConfig
 from rollout.agents.chat_turns import ChatTurns
 from rollout.agents.environment import Observation, Step, Turn
 from rollout.agents.multi_turn import MultiTurn
@@ -20,7 +19,7 @@ from rollout.environments.sandbox.harbor import Task, set_up, task_of, verified
 from rollout.environments.sandbox.launching import HOME
 from rollout.environments.sandbox.sandbox import Sandbox, SandboxLostError
 from rollout.environments.sandbox.sandboxes import sandbox_config, sandboxes
-from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, tool_turns
+from rollout.environments.turns import MAX_TURNS, ToolTurnOptions, turns
 from rollout.types import Prompt
 
 KEY = "rollout.agent_args"
@@ -29,12 +28,48 @@ MARGIN_S = 15.0
 """The time of a step beyond what its commands may take."""
 
 
-class SandboxTools:
-    """The tools of one episode. They raise what is not the policy's fault: its episode then has no reward."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings that the episodes of a loop share."""
 
-    def __init__(self, sandbox: Sandbox, *, cwd: str, env: Mapping[str, str], timeout_s: float):
-        """`timeout_s`: the deadline of each command."""
-        self.sandbox, self._cwd, self._env, self.timeout_s = sandbox, cwd, env, timeout_s
+    tools: tuple[Tool, ...]
+    """The tools, which belong to no sandbox yet."""
+    max_output_chars: int
+    max_turns: int
+    turn_timeout_s: float
+    """The deadline of all commands of a turn, and of the tests of a task."""
+
+
+class SandboxTools:
+    """The tools of one episode, of which a turn gets only so much time: what is left for a call is its deadline. They
+    raise what is not the policy's fault: its episode then has no reward."""
+
+    def __init__(self, sandbox: Sandbox, task: Task | None, settings: Settings):
+        self._sandbox, self._config, self._turn_timeout_s = sandbox, sandbox.config, settings.turn_timeout_s
+        self._cwd, self._env = (HOME, None) if task is None else (task.workdir, task.env)
+        self._until = self._timeout_s = 0.0
+        self._toolbox = Toolbox(
+            [replace(tool, function=getattr(self, tool.spec.name)) for tool in settings.tools],
+            call_timeout_s=self._config.timeout_s + self._config.answer_timeout_s + MARGIN_S,
+            max_output_chars=settings.max_output_chars,
+        )
+
+    def begin_turn(self) -> None:
+        self._until = asyncio.get_running_loop().time() + self._turn_timeout_s
+
+    def specs(self) -> Sequence[ToolSpec]:
+        return self._toolbox.specs()
+
+    async def result(self, call: ToolCall) -> ToolResult:
+        left = self._until - asyncio.get_running_loop().time()
+        if left <= 0:
+            text = f"Error: not run: the calls before it took turn_timeout_s={self._turn_timeout_s:g}"
+            return ToolResult(text=text, is_error=True)
+        self._timeout_s = min(left, self._config.timeout_s)
+        result = await self._toolbox.result(call)
+        if self._sandbox.is_lost:  # what the toolbox takes for a failure of the call
+            raise SandboxLostError(f"the sandbox of the episode is gone: {result.text}")
+        return result
 
     async def python(self, code: str) -> str:
         """Run a Python program in a sandbox, and return what it prints.
@@ -53,20 +88,8 @@ class SandboxTools:
         return await self._run(["bash", "-c", command])
 
     async def _run(self, argv: Sequence[str], stdin: bytes = b"") -> str:
-        outcome = await self.sandbox.exec(argv, stdin=stdin, cwd=self._cwd, env=self._env, timeout_s=self.timeout_s)
+        outcome = await self._sandbox.exec(argv, stdin=stdin, cwd=self._cwd, env=self._env, timeout_s=self._timeout_s)
         return outcome.text()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The settings that the episodes of a loop share."""
-
-    tools: tuple[Tool, ...]
-    """The tools, which belong to no sandbox yet."""
-    max_output_chars: int
-    max_turns: int
-    turn_timeout_s: float
-    """The deadline of all commands of a turn, and of the tests of a task."""
 
 
 def make_tools(names: Sequence[str]) -> tuple[Tool, ...]:
@@ -79,31 +102,6 @@ def make_tools(names: Sequence[str]) -> tuple[Tool, ...]:
     return tuple(Tool.of(getattr(unbound, name)) for name in names)
 
 
-class _Within:
-    """The tools of an episode, of which a turn gets only so much time: what is left for a call is its deadline."""
-
-    def __init__(self, toolbox: Toolbox, tools: SandboxTools, config: SandboxConfig, turn_timeout_s: float):
-        self._toolbox, self._tools, self._config, self._turn_timeout_s = toolbox, tools, config, turn_timeout_s
-        self._until = 0.0
-
-    def begin_turn(self) -> None:
-        self._until = asyncio.get_running_loop().time() + self._turn_timeout_s
-
-    def specs(self) -> Sequence[ToolSpec]:
-        return self._toolbox.specs()
-
-    async def result(self, call: ToolCall) -> ToolResult:
-        left = self._until - asyncio.get_running_loop().time()
-        if left <= 0:
-            text = f"Error: not run: the calls before it took turn_timeout_s={self._turn_timeout_s:g}"
-            return ToolResult(text=text, is_error=True)
-        self._tools.timeout_s = min(left, self._config.timeout_s)
-        result = await self._toolbox.result(call)
-        if self._tools.sandbox.is_lost:  # what the toolbox takes for a failure of the call
-            raise SandboxLostError(f"the sandbox of the episode is gone: {result.text}")
-        return result
-
-
 class SandboxEnvironment:
     """One episode in a sandbox, which it has from its `reset` to its `close`."""
 
@@ -111,24 +109,17 @@ class SandboxEnvironment:
         self._prompt, self._settings = prompt, settings
         self._task: Task | None = None
         self._sandbox: Sandbox | None = None
-        self._tools: _Within | None = None
+        self._tools: SandboxTools | None = None
         self._answers: ToolEnvironment | None = None
         self._num_turns = 0
 
     async def reset(self) -> Observation:
-        pool, settings = sandboxes(), self._settings
+        pool = sandboxes()
         task = self._task = task_of(self._prompt)
         sandbox = self._sandbox = await pool.take(None if task is None else task.image(pool.config))
         if task is not None:
             await set_up(sandbox, task)
-        cwd, env = (HOME, {}) if task is None else (task.workdir, task.env)
-        tools = SandboxTools(sandbox, cwd=cwd, env=env, timeout_s=pool.config.timeout_s)
-        toolbox = Toolbox(
-            [replace(tool, function=getattr(tools, tool.spec.name)) for tool in settings.tools],
-            call_timeout_s=pool.config.timeout_s + pool.config.answer_timeout_s + MARGIN_S,
-            max_output_chars=settings.max_output_chars,
-        )
-        self._tools = _Within(toolbox, tools, pool.config, settings.turn_timeout_s)
+        self._tools = SandboxTools(sandbox, task, self._settings)
         self._answers = ToolEnvironment(self._tools, in_order=True)
         return ""
 
@@ -190,4 +181,4 @@ def agent_loop(
     waits_s = config.wait_timeout_s + config.start_timeout_s + config.answer_timeout_s
     step_timeout_s = 2 * turn_timeout_s + waits_s + MARGIN_S
     options = ToolTurnOptions(max_turns=max_turns, max_turn_tokens=max_turn_tokens, step_timeout_s=step_timeout_s)
-    return tool_turns(lambda prompt: SandboxEnvironment(prompt, settings), tokenizer, chat, options)
+    return turns(lambda prompt: SandboxEnvironment(prompt, settings), tokenizer, options, chat)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from rollout.environments.search.documents import MAX_CHARS, MAX_TITLE_CHARS, Document
-from rollout.environments.search.wire import split_contents
+from rollout.environments.search.wire import Record
 
 logger = logging.getLogger(__name__)
 COLUMNS = ("title", "text", "contents")
@@ -28,12 +28,6 @@ _BETWEEN = re.compile(r"\n{2,}")
 
 class CorpusError(ValueError):
     """A corpus that cannot be searched. The message names the file, and the line or row, counted from 1."""
-
-
-class _Record(msgspec.Struct):
-    title: str | None = None
-    text: str | None = None
-    contents: str | None = None
 
 
 @dataclass(eq=False)
@@ -122,19 +116,16 @@ class Corpus:
             logger.warning("corpus=%s: %d documents are cut to %d characters", self.path, self.cut, MAX_CHARS)
 
 
-Read = Iterator[tuple[str, _Record | str]]
+Read = Iterator[tuple[str, Record | str]]
 """Pairs (place, record), or (place, why there is none: a kind, a colon, details)."""
 
 
-def _document(record: _Record) -> Document | str:
+def _document(record: Record) -> Document | str:
     """Return the document, or why it is none."""
-    if record.text is not None:
-        title, text = record.title or "", record.text
-    elif record.contents is not None:
-        title, text = split_contents(record.contents)
-        title = record.title or title
-    else:
+    parts = record.title_and_text()
+    if parts is None:
         return "without a text: it has neither `text` nor `contents`"
+    title, text = parts
     if "\0" in title or "\0" in text:
         return "with NUL characters: its title or text has them"
     text = text.strip()
@@ -145,17 +136,12 @@ def _document(record: _Record) -> Document | str:
 
 
 def _jsonl(path: Path) -> Read:
-    with path.open("rb") as lines:
-        yield from _records(path, lines)
-
-
-def _gzipped(path: Path) -> Read:
-    with gzip.open(path, "rb") as lines:
+    with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as lines:
         yield from _records(path, lines)
 
 
 def _records(path: Path, lines: BinaryIO | gzip.GzipFile) -> Read:
-    decoder, number = msgspec.json.Decoder(_Record), 0
+    decoder, number = msgspec.json.Decoder(Record), 0
     while line := lines.readline(MAX_LINE_BYTES):
         number += 1
         place, is_whole = f"{path}:{number}", len(line) < MAX_LINE_BYTES
@@ -197,9 +183,9 @@ def _parquet(path: Path) -> Read:
         raise CorpusError(f"{path}: cannot be read as parquet: {error}") from error
 
 
-def _row(cells: dict[str, Any]) -> _Record | str:
+def _row(cells: dict[str, Any]) -> Record | str:
     try:
-        return msgspec.convert({name: cell.as_py() for name, cell in cells.items()}, _Record)
+        return msgspec.convert({name: cell.as_py() for name, cell in cells.items()}, Record)
     except UnicodeDecodeError as error:
         return f"not UTF-8: {error}"
     except msgspec.ValidationError as error:
@@ -218,7 +204,7 @@ def _text(path: Path) -> Read:
         yield f"{path}:{_line(data, data.index(0))}", "with NUL characters: the file has them"
         return
     for passage in passages(text.replace("\r\n", "\n").replace("\r", "\n")):
-        yield str(path), _Record(title=path.stem, text=passage)
+        yield str(path), Record(title=path.stem, text=passage)
 
 
 def _line(data: bytes, place: int) -> int:
@@ -252,7 +238,7 @@ def _cut(paragraph: str) -> list[str]:
     return [*pieces, paragraph[begin:]]
 
 
-READERS = {".jsonl": _jsonl, ".jsonl.gz": _gzipped, ".parquet": _parquet, ".txt": _text, ".md": _text}
+READERS = {".jsonl": _jsonl, ".jsonl.gz": _jsonl, ".parquet": _parquet, ".txt": _text, ".md": _text}
 
 
 def find_reader(path: Path) -> Any:

@@ -53,7 +53,10 @@ class Outages:
         if self.is_down:
             return
         if self._failures >= (self._max_failures if self._has_answered else 1):
-            self._begin(now)
+            self._since, self._up = now, asyncio.Event()
+            text = "%s is down after %d failures in a row, the last with: %s. Searches wait for it, for up to %g s"
+            logger.warning(text, self._name, self._failures, error, self._timeout_s)
+            self._probing = asyncio.get_running_loop().create_task(self._probe_until_up())
         elif now >= self._reported_at + REMIND_S:
             logger.warning("%s: %d searches failed, the last with: %s", self._name, self._unreported, error)
             self._reported_at, self._unreported = now, 0
@@ -76,12 +79,6 @@ class Outages:
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
-
-    def _begin(self, now: float) -> None:
-        self._since, self._up = now, asyncio.Event()
-        text = "%s is down after %d failures in a row, the last with: %s. Searches wait for it, for up to %g s"
-        logger.warning(text, self._name, self._failures, self._last_error, self._timeout_s)
-        self._probing = asyncio.get_running_loop().create_task(self._probe_until_up())
 
     async def _probe_until_up(self) -> None:
         delay_s, reminded_at, clock = FIRST_PROBE_S, self._since, asyncio.get_running_loop().time

@@ -41,7 +41,7 @@ class Action:
 def parse_action(turn: str) -> Action | None:
     """Return what a turn asks for; None where it has no whole tag, or an empty one.
 
-    Example: action_of("<think>Hm</think> <search>Faust author</search>") == Action("search", "Faust author")
+    Example: parse_action("<think>Hm</think> <search>Faust author</search>") == Action("search", "Faust author")
     """
     tag = _ACTION.search(turn)
     return Action(tag[1], tag[2].strip()) if tag is not None and tag[2].strip() else None

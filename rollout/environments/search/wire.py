@@ -28,39 +28,35 @@ class Request(msgspec.Struct):
     return_scores: bool = False
 
 
-class _Document(msgspec.Struct):
+class Record(msgspec.Struct):
+    """A document as servers and corpora have it: title and text or, as in Search-R1, both as contents.
+
+    Example: Record(contents='"Paris"\\nParis is the capital.') is Record(title="Paris", text="Paris is the capital.")
+    """
+
     contents: str | None = None
     title: str | None = None
     text: str | None = None
 
-    def document(self, score: float) -> Document:
-        """Return the document. Raises ValueError where it is none."""
+    def title_and_text(self) -> tuple[str, str] | None:
+        """Return title and text. None: it has neither `text` nor `contents`."""
         if self.text is not None:
-            title, text = "", self.text
-        elif self.contents is not None:
-            title, text = split_contents(self.contents)
-        else:
-            raise ValueError("a document has neither `contents` nor `text`")
-        title = self.title or title
-        return Document(title=title[:MAX_TITLE_CHARS], text=text[:MAX_CHARS], score=score)
+            return self.title or "", self.text
+        if self.contents is None:
+            return None
+        title, newline, text = self.contents.strip().partition("\n")
+        if not newline:
+            return self.title or "", title
+        return self.title or title.strip().strip('"'), text.strip()
 
 
 class _Hit(msgspec.Struct):
-    document: _Document
+    document: Record
     score: float
 
 
 class _Answer(msgspec.Struct):
     result: list[msgspec.Raw]
-
-
-def split_contents(contents: str) -> tuple[str, str]:
-    """Return title and text of a document of Search-R1.
-
-    Example: split_contents('"Paris"\\nParis is the capital.') == ("Paris", "Paris is the capital.")
-    """
-    title, newline, text = contents.strip().partition("\n")
-    return (title.strip().strip('"'), text.strip()) if newline else ("", title)
 
 
 # -- the client's side -------------------------------------------------------------------------------------------------
@@ -86,9 +82,16 @@ def read_answer(body: bytes, num_queries: int, topk: int) -> list[Found]:
 def _parse_result(result: msgspec.Raw, topk: int) -> Found:
     try:
         hits = msgspec.json.decode(result, type=list[_Hit])
-        return Found(tuple(hit.document.document(hit.score) for hit in hits[:topk]))
+        return Found(tuple(map(_document, hits[:topk])))
     except (ValueError, RecursionError) as error:
         return Found(error=f"malformed: {error}")
+
+
+def _document(hit: _Hit) -> Document:
+    parts = hit.document.title_and_text()
+    if parts is None:
+        raise ValueError("a document has neither `contents` nor `text`")
+    return Document(title=parts[0][:MAX_TITLE_CHARS], text=parts[1][:MAX_CHARS], score=hit.score)
 
 
 # -- the server's side -------------------------------------------------------------------------------------------------

@@ -95,14 +95,6 @@ class Question:
         """Example: "Name Derbor's mayor's home." """
         return "Name " + "'s ".join((self.path[0], *self.relations)) + "."
 
-    @property
-    def queries(self) -> tuple[str, ...]:
-        """The queries of a searcher who knows the way, one per hop.
-
-        Example: ("Derbor's mayor", "Medhus's home")
-        """
-        return tuple(f"{name}'s {relation}" for name, relation in zip(self.path, self.relations, strict=True))
-
 
 class World:
     """Everything follows from seed and size.

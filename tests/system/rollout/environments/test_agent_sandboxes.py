@@ -20,9 +20,9 @@ from rollout.environments.sandbox.programs import shown_for
 from rollout.sessions.harness import CommandEnd, CommandHarness, Connection, HarnessError, HarnessTask
 from tests.support.machines import wait_until
 from tests.support.paths import ROOT
+from tests.support.real_clock import on_real_clock
 from tests.support.sandboxes import SMALL, need_sandboxes, running
 
-pytestmark = pytest.mark.usefixtures("has_sandboxes")
 ROOMY = replace(SMALL, cpu_s=60, memory_mb=512)
 ASKS = """
 import os, socket, sys, urllib.request
@@ -46,8 +46,8 @@ for folder in ("/usr/new", sys.prefix + "/new", os.environ["SLIPSTREAM_PROMPT_FI
 """
 
 
-@pytest.fixture(name="has_sandboxes")
-def _has_sandboxes() -> None:
+@pytest.fixture(autouse=True)
+def _sandboxes() -> None:
     need_sandboxes()
 
 
@@ -120,21 +120,18 @@ def test_a_daemon_ends_with_its_command_and_nothing_of_the_folder_is_left(
     assert not running(mark) and list(folder.iterdir()) == []
 
 
-def test_a_command_that_is_cancelled_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_real_clock
+async def test_a_command_that_is_cancelled_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     mark = f"cancelled-{os.getpid()}"
-
-    async def main() -> None:
-        task = asyncio.create_task(run(f"sh -c 'sleep 300; :' {mark}"))
-        async with asyncio.timeout(60):
-            while not running(mark):
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
+    task = asyncio.create_task(run(f"sh -c 'sleep 300; :' {mark}"))
+    async with asyncio.timeout(60):
+        while not running(mark):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert not running(mark)
 
 

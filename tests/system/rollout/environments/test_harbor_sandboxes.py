@@ -2,13 +2,10 @@
 SLIPSTREAM_HARBOR_PYTHON names its Python. The environment runs commands in a folder of this machine, with bubblewrap:
 none of those that come with Harbor is run."""
 
-import asyncio
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,8 @@ from rollout.environments.sandbox.launching import SandboxUnavailableError, chec
 from rollout.environments.sandbox.sandbox import Limit, Sandbox, SandboxFileError, SandboxLostError
 from tests.support.machines import wait_until
 from tests.support.paths import ROOT
-from tests.support.sandboxes import SMALL, need_sandboxes, running, shell
+from tests.support.real_clock import on_real_clock
+from tests.support.sandboxes import SMALL, need_sandboxes, running, sandbox_of, shell
 
 HARBOR_PYTHON = os.environ.get("SLIPSTREAM_HARBOR_PYTHON", "")
 ENVIRONMENT = ROOT / "tests/support/harbor_environment"
@@ -58,15 +56,6 @@ def log_of(config: SandboxConfig) -> list[str]:
     return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
 
 
-@asynccontextmanager
-async def sandbox_of(config: SandboxConfig) -> AsyncIterator[Sandbox]:
-    sandbox = await Sandbox.start(config)
-    try:
-        yield sandbox
-    finally:
-        await sandbox.stop()
-
-
 def test_commands_and_files_are_as_in_every_sandbox(config: SandboxConfig) -> None:
     async def run() -> None:
         async with sandbox_of(config) as sandbox:
@@ -93,44 +82,36 @@ def test_commands_and_files_are_as_in_every_sandbox(config: SandboxConfig) -> No
         ("for i in $(seq 50); do setsid sleep {mark} & done; wait", Limit.processes),
     ],
 )
-def test_a_limit_ends_the_command_with_all_that_it_has_started(
+@on_real_clock
+async def test_a_limit_ends_the_command_with_all_that_it_has_started(
     command: str, limit: Limit, config: SandboxConfig
 ) -> None:
     mark = f"60.{os.getpid()}{list(Limit).index(limit)}"
-
-    async def run() -> None:
-        async with sandbox_of(config) as sandbox:
-            await shell(sandbox, "mkfifo /tmp/p")
-            outcome = await shell(sandbox, command.format(mark=mark), timeout_s=2.0 if limit is Limit.time else None)
-            assert outcome.limit is limit and not running(mark)
-            assert (await shell(sandbox, "echo on")).stdout == b"on\n"
-
-    asyncio.run(run())
+    async with sandbox_of(config) as sandbox:
+        await shell(sandbox, "mkfifo /tmp/p")
+        outcome = await shell(sandbox, command.format(mark=mark), timeout_s=2.0 if limit is Limit.time else None)
+        assert outcome.limit is limit and not running(mark)
+        assert (await shell(sandbox, "echo on")).stdout == b"on\n"
 
 
-def test_a_daemon_ends_with_its_command_and_no_other_process_does(config: SandboxConfig) -> None:
+@on_real_clock
+async def test_a_daemon_ends_with_its_command_and_no_other_process_does(config: SandboxConfig) -> None:
     """The environment shares its processes with this machine."""
     mark = f"60.{os.getpid()}7"
     with subprocess.Popen(["sleep", f"{mark}1"]) as other:
-
-        async def run() -> None:
-            async with sandbox_of(config) as sandbox:
-                hidden = f"setsid env -i sh -c '(exec setsid sleep {mark}2) & exec sleep {mark}2' >/dev/null 2>&1 &"
-                assert (await shell(sandbox, f"{hidden} sleep 0.5; echo done")).stdout == b"done\n"
-                assert not running(f"{mark}2")
-
-        asyncio.run(run())
+        async with sandbox_of(config) as sandbox:
+            hidden = f"setsid env -i sh -c '(exec setsid sleep {mark}2) & exec sleep {mark}2' >/dev/null 2>&1 &"
+            assert (await shell(sandbox, f"{hidden} sleep 0.5; echo done")).stdout == b"done\n"
+            assert not running(f"{mark}2")
         assert other.poll() is None
         other.kill()
 
 
-def test_a_program_that_ends_what_looks_after_it_gets_nothing_more(config: SandboxConfig) -> None:
-    async def run() -> None:
-        async with sandbox_of(config) as sandbox:
-            assert (await shell(sandbox, "kill -9 $PPID; sleep 1")).limit is Limit.tampered
-            assert (await shell(sandbox, "echo hi")).limit is Limit.tampered
-
-    asyncio.run(run())
+@on_real_clock
+async def test_a_program_that_ends_what_looks_after_it_gets_nothing_more(config: SandboxConfig) -> None:
+    async with sandbox_of(config) as sandbox:
+        assert (await shell(sandbox, "kill -9 $PPID; sleep 1")).limit is Limit.tampered
+        assert (await shell(sandbox, "echo hi")).limit is Limit.tampered
 
 
 OWNER = """
@@ -157,43 +138,36 @@ def test_the_sandbox_is_stopped_when_the_run_is_killed(config: SandboxConfig) ->
     wait_until(lambda: log_of(config)[-1] == "stop")
 
 
-def test_the_sandbox_is_stopped_when_all_processes_of_the_run_are_told_to_end(config: SandboxConfig) -> None:
-    async def run() -> None:
-        sandbox = await Sandbox.start(config)
-        sandbox._process.terminate()
-        with pytest.raises(SandboxLostError):
-            await shell(sandbox, "sleep 60")
-        await sandbox.stop()
-
-    asyncio.run(run())
+@on_real_clock
+async def test_the_sandbox_is_stopped_when_all_processes_of_the_run_are_told_to_end(config: SandboxConfig) -> None:
+    sandbox = await Sandbox.start(config)
+    sandbox._process.terminate()
+    with pytest.raises(SandboxLostError):
+        await shell(sandbox, "sleep 60")
+    await sandbox.stop()
     assert log_of(config)[-1] == "stop"
 
 
-def test_a_service_that_hangs_costs_the_sandbox_which_is_stopped(config: SandboxConfig) -> None:
+@on_real_clock
+async def test_a_service_that_hangs_costs_the_sandbox_which_is_stopped(config: SandboxConfig) -> None:
     hanging = replace(with_args(config, hangs_at="exec"), start_timeout_s=8.0)
-
-    async def run() -> None:
-        with pytest.raises(TimeoutError, match="the start of a sandbox took longer than sandbox.start_timeout_s=8"):
-            await Sandbox.start(hanging)
-
-    asyncio.run(run())
+    with pytest.raises(TimeoutError, match="the start of a sandbox took longer than sandbox.start_timeout_s=8"):
+        await Sandbox.start(hanging)
     assert log_of(config) == ["start", "exec", "stop"]
 
 
-def test_what_harbor_says_is_in_the_error(config: SandboxConfig) -> None:
-    async def run() -> None:
-        with pytest.raises(SandboxUnavailableError, match="RuntimeError: the service has no room to start") as refusal:
-            await Sandbox.start(with_args(config, fails_at="start"))
-        assert "sandbox.harbor_environment=folder_environment:FolderEnvironment" in str(refusal.value)
-        assert log_of(config) == ["start", "stop"]
-        sandbox = await Sandbox.start(config)
-        os.unlink(config.harbor_args["log"])
-        os.mkdir(config.harbor_args["log"])
-        with pytest.raises(SandboxLostError, match="IsADirectoryError"):
-            await shell(sandbox, "echo hi")
-        await sandbox.stop()
-
-    asyncio.run(run())
+@on_real_clock
+async def test_what_harbor_says_is_in_the_error(config: SandboxConfig) -> None:
+    with pytest.raises(SandboxUnavailableError, match="RuntimeError: the service has no room to start") as refusal:
+        await Sandbox.start(with_args(config, fails_at="start"))
+    assert "sandbox.harbor_environment=folder_environment:FolderEnvironment" in str(refusal.value)
+    assert log_of(config) == ["start", "stop"]
+    sandbox = await Sandbox.start(config)
+    os.unlink(config.harbor_args["log"])
+    os.mkdir(config.harbor_args["log"])
+    with pytest.raises(SandboxLostError, match="IsADirectoryError"):
+        await shell(sandbox, "echo hi")
+    await sandbox.stop()
 
 
 def test_nothing_is_started_to_see_whether_it_works(config: SandboxConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,29 +179,21 @@ def test_nothing_is_started_to_see_whether_it_works(config: SandboxConfig, caplo
     assert log_of(config) == []
 
 
-def test_a_task_of_harbors_format_is_verified(config: SandboxConfig) -> None:
+@on_real_clock
+async def test_a_task_of_harbors_format_is_verified(config: SandboxConfig) -> None:
     task = harbor.read_task(shipped_tasks() / "count_errors")
-
-    async def run() -> harbor.Verdict:
-        async with sandbox_of(config) as sandbox:
-            await harbor.set_up(sandbox, task)
-            solution = (task.folder / "solution/solve.sh").read_bytes()
-            await sandbox.write_file("/solution/solve.sh", solution)
-            assert (await sandbox.exec(["bash", "/solution/solve.sh"], cwd=task.workdir, env=task.env)).is_success
-            return await harbor.verified(sandbox, task, 60.0)
-
-    assert asyncio.run(run()).reward == 1.0
-
-
-def test_what_harbor_has_built_gets_no_files_again(config: SandboxConfig) -> None:
-    task = replace(harbor.read_task(shipped_tasks() / "count_errors"), needs_build="RUN needs an image")
-
-    async def run() -> bytes:
-        sandbox = await Sandbox.start(config, task.image(config))
+    async with sandbox_of(config) as sandbox:
         await harbor.set_up(sandbox, task)
-        listed = await shell(sandbox, "ls /app")
-        await sandbox.stop()
-        return listed.stdout
+        await sandbox.write_file("/solution/solve.sh", (task.folder / "solution/solve.sh").read_bytes())
+        assert (await sandbox.exec(["bash", "/solution/solve.sh"], cwd=task.workdir, env=task.env)).is_success
+        assert (await harbor.verified(sandbox, task, 60.0)).reward == 1.0
 
-    assert asyncio.run(run()) == b"", "this environment builds nothing"
+
+@on_real_clock
+async def test_what_harbor_has_built_gets_no_files_again(config: SandboxConfig) -> None:
+    task = replace(harbor.read_task(shipped_tasks() / "count_errors"), needs_build="RUN needs an image")
+    sandbox = await Sandbox.start(config, task.image(config))
+    await harbor.set_up(sandbox, task)
+    assert (await shell(sandbox, "ls /app")).stdout == b"", "this environment builds nothing"
+    await sandbox.stop()
     assert Path(config.harbor_args["log"]).read_text().startswith(f"start {task.folder}/environment\n")

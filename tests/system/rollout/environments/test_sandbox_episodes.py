@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rollout.environments.sandbox.hidden_tests import hidden_tests
 from rollout.environments.sandbox.sandbox import Limit, Sandbox, SandboxLostError
 from rollout.environments.sandbox.sandboxes import provide, sandbox_config
 from rollout.rewards.base import RewardResult
-from tests.support.environments import TOKENIZER, episode_of, prompt_of
+from tests.support.environments import TOKENIZER, call, episode_of, error_of, prompt_of, told
 from tests.support.fakes import make_prompt
 from tests.support.paths import ROOT
 from tests.support.sandboxes import SMALL, need_sandboxes, shell
@@ -48,11 +48,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(all_of_it())
 
 
-def call(name: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def played(say: Callable[[str], str], max_turns: int = 8, **extra: Any) -> Episode:
+def played(say: Sequence[str] | Callable[[str], str], max_turns: int = 8, **extra: Any) -> Episode:
     loop = tools.agent_loop(TOKENIZER, max_turns=max_turns)
     return run(episode_of(loop, say, prompt_of(loop, **extra)))
 
@@ -61,25 +57,18 @@ def played(say: Callable[[str], str], max_turns: int = 8, **extra: Any) -> Episo
 
 
 def test_the_tools_share_the_files_of_an_episode_and_the_policy_reads_what_they_print() -> None:
-    heard: list[str] = []
-    lines = iter(
-        [
-            call("python", code="open('x.txt', 'w').write('seven')\nprint(6 * 7)"),
-            call("bash", command="cat x.txt; false"),
-            call("bash", command=":(){ :|:& };:; sleep 8"),
-            call("bash", command="echo still here"),
-            "It is 42.",
-        ]
-    )
-
-    def say(text: str) -> str:
-        heard.append(text)
-        return next(lines)
-
-    ended = played(say)
+    lines = [
+        call("python", code="open('x.txt', 'w').write('seven')\nprint(6 * 7)"),
+        call("bash", command="cat x.txt; false"),
+        call("bash", command=":(){ :|:& };:; sleep 8"),
+        call("bash", command="echo still here"),
+        "It is 42.",
+    ]
+    ended = played(lines)
     assert ended.finish_reason == "stop" and ended.result is None, "rollout.reward scores it"
-    assert "42" in heard[1] and "seven\n[exit code 1]" in heard[2] and "still here" in heard[4]
-    assert "[ended: had sandbox.max_processes=32 processes or more]" in heard[3]
+    first, second, third, fourth = told(ended).split("<tool_response>")[1:]
+    assert "42" in first and "seven\n[exit code 1]" in second and "still here" in fourth
+    assert "[ended: had sandbox.max_processes=32 processes or more]" in third
     assert ended.metrics["tool_calls"] == 4 and ended.metrics["tool_errors"] == 0
 
 
@@ -89,9 +78,7 @@ def test_a_sandbox_that_is_lost_leaves_the_episode_without_a_reward(monkeypatch:
         raise ConnectionError("the machine is on fire")
 
     monkeypatch.setattr(Sandbox, "exec", lost)
-    ended = played(lambda _: call("bash", command="true"))
-    assert ended.result is not None and ended.result.error is not None
-    assert "the sandbox of the episode is gone" in ended.result.error
+    assert "the sandbox of the episode is gone" in error_of(played([call("bash", command="true")]))
 
 
 # -- hidden tests ------------------------------------------------------------------------------------------------------
@@ -171,29 +158,21 @@ def solution(name: str) -> str:
 @pytest.mark.parametrize("name", sorted(path.name for path in TASKS.iterdir()))
 def test_each_task_that_ships_is_solved_by_its_solution_and_by_nothing_else(name: str) -> None:
     for command, reward in ((solution(name), 1.0), ("ls /app", 0.0)):
-        lines = iter([call("bash", command=command), "Done."])
-        ended = played(lambda _, lines=lines: next(lines), harbor_task=str(TASKS / name))
+        ended = played([call("bash", command=command), "Done."], harbor_task=str(TASKS / name))
         assert ended.result is not None and ended.result.error is None
         assert ended.result.reward == pytest.approx(reward, abs=0.3) and ended.metrics["verified"] == 1.0
 
 
 def test_the_tests_of_a_task_come_when_the_agent_has_ended_and_judge_its_files_only() -> None:
     """What it has put in their places, and what it left running, is gone by then."""
-    heard: list[str] = []
     cheat = (
         "ls -R /tests /solution /logs; cat /app/Dockerfile; rm -rf /sandbox/tests /sandbox/logs;"
         "ln -s /sandbox/work /sandbox/tests; mkdir -p /sandbox/logs/verifier;"
         "(while :; do echo 1 > /sandbox/logs/verifier/reward.txt; done) >/dev/null 2>&1 &"
     )
-    lines = iter([call("bash", command=cheat), "Done."])
-
-    def say(text: str) -> str:
-        heard.append(text)
-        return next(lines)
-
-    ended = played(say, harbor_task=str(TASKS / "count_errors"))
+    ended = played([call("bash", command=cheat), "Done."], harbor_task=str(TASKS / "count_errors"))
     assert ended.result is not None and ended.result.reward == 0.0
-    assert "test.sh" not in heard[1] and "solve.sh" not in heard[1]
+    assert "test.sh" not in told(ended) and "solve.sh" not in told(ended)
 
 
 WRITES = """cat > /app/total <<'PROGRAM'
@@ -205,8 +184,7 @@ echo "import builtins; builtins.print = lambda *_: __import__('os').write(1, b'1
 
 @pytest.mark.parametrize("cheat", [WRITES, CUSTOM])
 def test_the_program_that_is_judged_does_not_write_its_own_reward(cheat: str) -> None:
-    lines = iter([call("bash", command=cheat), "Done."])
-    ended = played(lambda _: next(lines), harbor_task=str(TASKS / "repair_total"))
+    ended = played([call("bash", command=cheat), "Done."], harbor_task=str(TASKS / "repair_total"))
     assert ended.result is not None and ended.result.reward in (0.0, 0.25)
     assert set(ended.metrics) & {"more", "verified"} == {"verified"}
 
@@ -225,7 +203,7 @@ def test_a_reward_is_read_where_harbor_writes_it_and_is_a_number_that_a_run_can_
     written: str, reward: float | None, tmp_path: Path
 ) -> None:
     task = task_with(tmp_path, f"cd /logs/verifier; {written}")
-    ended = played(lambda _: "Done.", harbor_task=str(task))
+    ended = played(["Done."], harbor_task=str(task))
     assert ended.result is not None and ended.result.reward == (reward or 0.0)
     assert ended.metrics["verified"] == float(reward is not None)
     assert ("speed" in ended.metrics, "a b" in ended.metrics) == ("speed" in written, False)
@@ -234,15 +212,8 @@ def test_a_reward_is_read_where_harbor_writes_it_and_is_a_number_that_a_run_can_
 def test_variables_of_a_task_reach_its_agent_and_its_tests(tmp_path: Path) -> None:
     task = task_with(tmp_path, 'echo "$([ $MODE = slow ] && echo 1 || echo 0)" > /logs/verifier/reward.txt')
     (task / "environment/Dockerfile").write_text("FROM debian\nENV MODE=slow\nENV PATH=/opt/x/bin:$PATH\n")
-    heard: list[str] = []
-    lines = iter([call("bash", command="echo mode $MODE, path $PATH"), "Done."])
-
-    def say(text: str) -> str:
-        heard.append(text)
-        return next(lines)
-
-    ended = played(say, harbor_task=str(task))
-    assert "mode slow, path /opt/x/bin:/usr" in heard[1]
+    ended = played([call("bash", command="echo mode $MODE, path $PATH"), "Done."], harbor_task=str(task))
+    assert "mode slow, path /opt/x/bin:/usr" in told(ended)
     assert ended.result is not None and ended.result.reward == 1.0
 
 
@@ -260,16 +231,15 @@ def test_what_ran_on_until_a_limit_is_no_reason_against_a_right_answer() -> None
 
 
 def test_an_agent_that_leaves_no_room_for_the_tests_gets_nothing() -> None:
-    lines = iter([call("bash", command="cat /dev/zero > /app/big; chmod 0 /sandbox/logs"), "Done."])
-    ended = played(lambda _: next(lines), harbor_task=str(TASKS / "count_errors"))
+    lines = [call("bash", command="cat /dev/zero > /app/big; chmod 0 /sandbox/logs"), "Done."]
+    ended = played(lines, harbor_task=str(TASKS / "count_errors"))
     assert ended.result is not None and (ended.result.reward, ended.result.error) == (0.0, None)
     assert ended.metrics["verified"] == 0.0
 
 
 def test_the_last_turn_is_judged_too() -> None:
-    ended = played(
-        lambda _: call("bash", command=solution("count_errors")), max_turns=1, harbor_task=str(TASKS / "count_errors")
-    )
+    lines = [call("bash", command=solution("count_errors"))]
+    ended = played(lines, max_turns=1, harbor_task=str(TASKS / "count_errors"))
     assert ended.result is not None and ended.result.reward == 1.0
 
 

@@ -145,12 +145,15 @@ def test_one_response_that_passes_is_enough() -> None:
 # -- a user's function -------------------------------------------------------------------------------------------------
 
 
+def order_of(function: Any, passes: PassRates) -> Adaptive:
+    """Make the order of a user's function over three rows."""
+    return Adaptive("my:order", Custom("my:order", function, make_rows(3)), passes, seed=0, pass_reward=0.5)
+
+
 @pytest.mark.parametrize("answer", [-1, 3, 1.0, None])
 def test_a_function_that_names_no_row_is_an_error_that_names_the_key(answer: object) -> None:
-    passes = PassRates(3, half_life=10.0)
-    chooser = Custom("my.orders:wrong", lambda rows, passes, random: answer, make_rows(3))  # pyright: ignore
-    order = Adaptive("my.orders:wrong", chooser, passes, seed=0, pass_reward=0.5)
-    with pytest.raises(ValueError, match=r"order=my.orders:wrong: must return the number of a row, from 0 to 2, and"):
+    order = order_of(lambda rows, passes, random: answer, PassRates(3, half_life=10.0))
+    with pytest.raises(ValueError, match=r"order=my:order: must return the number of a row, from 0 to 2, and"):
         order.draw(0)
 
 
@@ -161,8 +164,7 @@ def test_a_function_sees_rows_and_what_became_of_them() -> None:
 
 
 def test_a_function_may_answer_with_a_number_of_numpy() -> None:
-    chooser = Custom("my:order", lambda rows, passes, random: np.int64(2), make_rows(3))  # pyright: ignore
-    order = Adaptive("my:order", chooser, PassRates(3, half_life=10.0), seed=0, pass_reward=0.5)
+    order = order_of(lambda rows, passes, random: np.int64(2), PassRates(3, half_life=10.0))
     assert drawn(order, range(2)) == [2, 2]
 
 
@@ -173,7 +175,6 @@ def test_a_function_cannot_change_what_it_is_shown() -> None:
         seen.visits[:] = 7
         return 0
 
-    order = Adaptive("my:order", Custom("my:order", meddling, make_rows(3)), passes, seed=0, pass_reward=0.5)
     with pytest.raises(RuntimeError, match=r"data.curriculum.order=my:order: has raised ValueError: .*read-only"):
-        order.draw(0)
+        order_of(meddling, passes).draw(0)
     assert not passes.visits.any()

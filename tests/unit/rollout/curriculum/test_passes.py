@@ -28,14 +28,6 @@ def test_what_was_seen_a_half_life_ago_counts_half(passed: int, failed: int, hal
     assert passes.rate(np.array([0], np.int32))[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_row_that_is_not_drawn_for_long_is_as_unknown_as_at_first() -> None:
-    passes = PassRates(2, half_life=10.0)
-    passes.tell(0, passed=0, failed=64)
-    assert passes.variance()[0] < 0.01
-    passes.clock += 300
-    assert passes.variance()[0] == pytest.approx(0.25)
-
-
 def test_what_was_seen_late_weighs_more_than_what_was_seen_early() -> None:
     passes = PassRates(1, half_life=1.0)
     passes.tell(0, passed=0, failed=8)

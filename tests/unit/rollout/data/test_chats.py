@@ -68,6 +68,7 @@ def test_parts_of_text_are_joined_and_empty_fields_are_absent() -> None:
         (SAID | {"weight": 2}, "messages[0].weight = 2: allowed is 0 or 1"),
         (USER | {"content": [{"text": "x"}]}, "messages[0].content[0] = "),
         (USER | {"content": [{"type": "text", "text": "x", "image_url": "y"}]}, "messages[0].content[0] = "),
+        (USER | {"content": 4}, "messages[0].content = 4"),
         ({"role": "critic", "content": "x"}, 'messages[0].role = "critic": allowed is one of system, developer'),
         ({"role": "assistant"}, "messages[0].content = null"),
         (USER | {"content": [{"type": "image_url", "image_url": "x"}]}, "messages[0].content[0] = "),
@@ -176,13 +177,25 @@ def test_a_message_says_whether_it_is_learned_under_three_names(name: str) -> No
 @pytest.mark.parametrize(
     ("record", "said"),
     [
+        ({"text": "x"}, r"or 'prompt' and 'completion', or 'instruction' and 'output'\); the row has text"),
+        ({"messages": "4"}, "column 'messages' must be a list of messages, is a text"),
+        ({"messages": [USER]}, "no message of the assistant is to be learned"),
+        ({"messages": [USER, SAID], "tools": [{"name": "f", "returns": {}}]}, "tool 'f': 'returns' is none of the fi"),
         ({"messages": [USER, SAID], "system": ["x"]}, "column 'system' must be a text"),
         ({"messages": [{"role": "system", "content": "x"}, SAID], "system": "x"}, "column 'system' must be a text"),
+        ({"messages": [{"role": "developer", "content": "y"}, USER, SAID], "system": "x"}, "then no message is of"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, r"conversations\[0\].from = .*: allowed is one of"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\].from = .alien.: allowed is one of"),
+        ({"conversations": [{"from": "gpt", "value": "x", "content": "y"}]}, r"conversations\[0\].content = .*only"),
+        ({"instruction": 5, "output": "y"}, "column 'instruction' must be a text, is int"),
+        ({"instruction": "x", "input": 5, "output": "y"}, "column 'input' must be a text, is int"),
+        ({"instruction": "x", "output": ["y"]}, "column 'output' must be a text, is list"),
+        ({"instruction": "x", "output": "y", "history": 5}, "column 'history' must be a list of pairs"),
         ({"instruction": "x", "output": "y", "history": ["z"]}, "column 'history' must be a list of pairs"),
-        ({"text": "x"}, "or 'conversations', or 'prompt' and 'completion', or 'instruction' and 'output'"),
+        ({"instruction": "x", "output": "y", "history": [["a", 5]]}, "column 'history' must be a list of pairs"),
     ],
 )
-def test_a_form_that_is_none_is_refused(record: dict[str, Any], said: str) -> None:
+def test_a_row_of_no_form_is_refused_by_what_is_wrong_with_it(record: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=rf"^x:1: .*{said}"):
         as_conversation(record, "x:1")
 
@@ -283,31 +296,3 @@ def test_a_result_without_an_id_belongs_to_its_call_also_where_ids_repeat() -> N
     assert [message.get("name") for message in chat(USER, twice, result, result)[2:]] == ["f", "g"]
     mixed = {"role": "assistant", "content": "", "tool_calls": [call("f", id="call00001"), call("g")]}
     assert [one["id"] for one in chat(USER, mixed)[1]["tool_calls"]] == ["call00001", "call00002"]
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (
-            {"conversations": [{"from": ["human"], "value": "x"}]},
-            r"conversations\[0\].from = .*: allowed is one of",
-        ),
-        ({"conversations": [{"from": "alien", "value": "x"}]}, r"conversations\[0\].from = .alien.: allowed is one of"),
-        (
-            {"conversations": [{"from": "gpt", "value": "x", "content": "y"}]},
-            r"conversations\[0\].content = .*only",
-        ),
-        ({"instruction": 5, "output": "y"}, "column 'instruction' must be a text, is int"),
-        ({"instruction": "x", "input": 5, "output": "y"}, "column 'input' must be a text, is int"),
-        ({"instruction": "x", "output": ["y"]}, "column 'output' must be a text, is list"),
-        ({"instruction": "x", "output": "y", "history": 5}, "column 'history' must be a list of pairs"),
-        ({"instruction": "x", "output": "y", "history": [["a", 5]]}, "column 'history' must be a list of pairs"),
-        (
-            {"system": "x", "messages": [{"role": "developer", "content": "y"}, USER, SAID]},
-            "then no message is of",
-        ),
-    ],
-)
-def test_what_is_wrong_in_an_older_form_is_refused_by_its_own_name(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=f"x:1: {said}|x:1: .*{said}"):
-        as_conversation(record, "x:1")

@@ -1,6 +1,5 @@
 """Conversations as sequences: which tokens are learned, and that they are those that a session would have."""
 
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -282,36 +281,3 @@ def test_what_the_template_does_not_render_is_refused_by_its_line(
     rows = [replace(message, place="rows.jsonl:7") for message in conversations(record)]
     with pytest.raises(DataError, match=rf"^rows\.jsonl:7: .*{said}"):
         demonstrations(chat_tokenizer(family), rows, ReasoningHistory.keep, 999)
-
-
-def roles(*names: str) -> Sequence[dict[str, Any]]:
-    return [{"role": name, "content": "x"} for name in names]
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (
-            {"prompt": "2 + 2?"},
-            r"needs a list of messages under 'messages' \(or 'conversations', .*; the row has prompt",
-        ),
-        ({"messages": "4"}, "column 'messages' must be a list of messages, is a text"),
-        ({"messages": []}, r"messages = \[\]: allowed is a list of at least one message"),
-        ({"messages": roles("user")}, "no message of the assistant is to be learned"),
-        ({"messages": [{"from": "alien", "value": "4"}]}, r"messages\[0\]\.from = .*: allowed is one of"),
-        ({"messages": [{"role": "user", "content": 4}]}, r"messages\[0\]\.content = 4"),
-        (
-            {"messages": [*roles("user"), {"role": "assistant", "content": "4", "weight": 0.5}]},
-            r"messages\[1\]\.weight",
-        ),
-        ({"messages": [*roles("user"), {"role": "assistant", "text": "4"}]}, r"messages\[1\]\.text"),
-        ({"messages": roles("user", "assistant"), "tools": [{"type": "web_search"}]}, r"tools\[0\]\.type"),
-        (
-            {"messages": roles("user", "assistant"), "tools": [{"name": "f", "returns": {}}]},
-            "tool 'f': 'returns' is none of the fields",
-        ),
-    ],
-)
-def test_a_malformed_row_is_refused_by_its_line_and_field(record: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=rf"^rows\.jsonl:3: .*{said}"):
-        as_conversation(record, "rows.jsonl:3")

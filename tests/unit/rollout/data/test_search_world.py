@@ -9,10 +9,8 @@ import pytest
 from rollout.agents.environment import Turn
 from rollout.data.search_world import FLAWLESS, Faults, demonstrations, episode, split_questions
 from rollout.environments.search.fts5 import Fts5Retriever
-from rollout.environments.search.lookup import Lookup
-from rollout.environments.search.tags import TagEnvironment
 from rollout.environments.search.world import Question, World
-from rollout.types import Prompt
+from tests.support.searches import tag_environment
 
 WORLD = World(seed=1, num_documents=2000)
 TRAIN, VAL = split_questions(WORLD, 600, 100, seed=0)
@@ -37,8 +35,7 @@ def test_what_an_episode_reads_is_what_the_environment_tells() -> None:
     """Whatever goes wrong in it: each search finds the article that the demonstration shows."""
 
     async def replay(question: Question, texts: tuple[str, ...], retriever: Fts5Retriever) -> float:
-        prompt = Prompt(ordinal=0, text=question.text, token_ids=(), ground_truth=question.answer)
-        environment = TagEnvironment(prompt, Lookup(retriever, 1, shorten=lambda text: text))
+        environment = tag_environment(question, retriever)
         for said, told in zip(texts[1:-1:2], texts[2::2], strict=True):
             assert (await environment.step(Turn.of(said))).observation == told
         last = await environment.step(Turn.of(texts[-1]))

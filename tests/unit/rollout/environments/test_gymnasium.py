@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from configs.rollout import RolloutConfig, ToolPlace
 from rollout.agents.loop import Episode, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
-from rollout.agents.tool_processes import make_processes, tools_in
 from rollout.environments.gymnasium import HOUSE, act_in, agent_loop, as_text
-from rollout.environments.text_world import DIRECTIONS
-from tests.support.environments import TOKENIZER, heard, play, prompt_of
+from rollout.environments.text_world import DIRECTIONS, OPPOSITE
+from tests.support.environments import TOKENIZER, error_of, heard, play, played_in_both_places, prompt_of
 from tests.support.sequences import only
 
-OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
 LAKE = ["left", "down", "right", "up"]
 
 
@@ -145,15 +142,10 @@ def test_an_episode_in_a_process_is_the_same(args: dict[str, Any], lines: list[s
         return play(loop, lines, prompt=prompt_of(loop, chat=bool(args.get("chat"))))
 
     try:
-        in_threads = episode()
-        Counter.events.clear()
-        with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
-            in_process = episode()
+        played = played_in_both_places(episode, Counter.events)
     finally:
         del gymnasium.registry["CounterIn-v0"]
-    assert in_threads.result is not None and in_threads.result.error is None
-    assert heard(in_process) == heard(in_threads)
-    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    assert played.result is not None and played.result.error is None
     assert "step" not in str(Counter.events), "all of it is elsewhere"
 
 
@@ -208,7 +200,7 @@ def by_length(text: str) -> int:
 
 def test_an_environment_that_fails_is_not_a_reward_of_0() -> None:
     episode = play(loop_of(env="Counter-v0", env_args={"error": "no disk"}, chat=True), ["1"])
-    assert episode.result is not None and episode.result.error == "OSError: no disk"
+    assert error_of(episode) == "OSError: no disk"
     assert Counter.events[-2:] == ["reset 0", "close"]
 
 

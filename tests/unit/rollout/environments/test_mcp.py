@@ -16,8 +16,9 @@ from rollout.agents.loop import load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
 from rollout.chat.messages import ToolCall
 from rollout.environments.mcp import Connection, McpTools, Server, agent_loop
-from tests.support.environments import TOKENIZER, call, episode_of, heard, play
+from tests.support.environments import TOKENIZER, call, episode_of, error_of, heard, play
 from tests.support.paths import ROOT
+from tests.support.real_clock import on_real_clock
 from tests.support.searches import free_port
 
 COMMAND = [sys.executable, "-m", "tests.support.mcp_server"]
@@ -88,33 +89,25 @@ def test_an_episode(loop: MultiTurn) -> None:
     assert episode.metrics["cut_tool_results"] == 2 and episode.metrics["failed_closes"] == 0
 
 
-def test_each_episode_has_a_process_of_its_own_which_ends_with_it() -> None:
+@on_real_clock
+async def test_each_episode_has_a_process_of_its_own_which_ends_with_it() -> None:
     loop = loop_of({"command": SMALL, "env": {"COLOUR": "red"}})
-
-    async def both() -> list[Any]:
-        lines = [call("note", text="a") + call("note", text="b"), call("variable", name="COLOUR"), "done"]
-        return await asyncio.gather(episode_of(loop, lines), episode_of(loop, lines))
-
-    for episode in asyncio.run(both()):
+    lines = [call("note", text="a") + call("note", text="b"), call("variable", name="COLOUR"), "done"]
+    for episode in await asyncio.gather(episode_of(loop, lines), episode_of(loop, lines)):
         assert "a\n" in heard(episode) and "a b\n" in heard(episode) and "a b a" not in heard(episode)
         assert "red" in heard(episode) and episode.metrics["failed_closes"] == 0
     assert servers() == []
 
 
-def test_a_shared_connection_is_one_for_all_episodes() -> None:
+@on_real_clock
+async def test_a_shared_connection_is_one_for_all_episodes() -> None:
     loop = loop_of({"command": SMALL}, shared=True)
-
-    async def three() -> tuple[list[Any], int]:
-        lines = [call("note", text="a"), "done"]
-        episodes = await asyncio.gather(*(episode_of(loop, lines) for _ in range(3)))
-        num_servers = len(servers())
-        await loop.close()
-        assert servers() == [], "it ends with the run"
-        return episodes, num_servers
-
-    episodes, num_servers = asyncio.run(three())
+    lines = [call("note", text="a"), "done"]
+    episodes = await asyncio.gather(*(episode_of(loop, lines) for _ in range(3)))
+    assert len(servers()) == 1
+    await loop.close()
+    assert servers() == [], "it ends with the run"
     assert sorted(heard(episode).count("a a a") for episode in episodes) == [0, 0, 1]
-    assert num_servers == 1
 
 
 def test_a_call_has_a_deadline(url: str) -> None:
@@ -125,19 +118,15 @@ def test_a_call_has_a_deadline(url: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"base": ', "[1]", '{"base": "x"}', '{"base": 1e400}', "3", "[" * 100_000])
-def test_wrong_arguments_are_answered(url: str, arguments: str) -> None:
-    async def answer() -> Any:
-        connection = Connection(Server(url=url))
-        specs = await connection.open()
-        await connection.close()
-        tools = McpTools(Server(url=url), specs, 5.0, 100)
-        await tools.open()
-        try:
-            return await tools.result(ToolCall(call_id="call_0", name="power", arguments=arguments))
-        finally:
-            await tools.close()
-
-    result = asyncio.run(answer())
+@on_real_clock
+async def test_wrong_arguments_are_answered(url: str, arguments: str) -> None:
+    connection = Connection(Server(url=url))
+    specs = await connection.open()
+    await connection.close()
+    tools = McpTools(Server(url=url), specs, 5.0, 100)
+    await tools.open()
+    result = await tools.result(ToolCall(call_id="call_0", name="power", arguments=arguments))
+    await tools.close()
     assert result.is_error and result.text.startswith("Error: ")
 
 
@@ -149,13 +138,10 @@ def test_a_server_that_is_lost_is_not_a_reward_of_0(shared: bool) -> None:
     loop = loop_of({"command": SMALL}, shared=shared)
 
     async def two() -> list[Any]:
-        return [
-            await episode_of(loop, [call("crash"), "done"]),
-            await episode_of(loop, [call("note", text="here"), "done"]),
-        ]
+        return [await episode_of(loop, [line, "done"]) for line in (call("crash"), call("note", text="here"))]
 
     lost, later = asyncio.run(two())
-    assert lost.result is not None and lost.result.error.startswith("ConnectionError: the MCP server ")
+    assert error_of(lost).startswith("ConnectionError: the MCP server ")
     assert later.result is None and "here" in heard(later), "the next one has a new connection"
     assert servers() == []
 
@@ -181,20 +167,17 @@ def test_a_server_that_restarts_is_found_again() -> None:
         process.kill()
         process.wait()
     assert first.result is None
-    assert second.result is not None and second.result.error.startswith("ConnectionError: the MCP server http://")
+    assert error_of(second).startswith("ConnectionError: the MCP server http://")
     assert later[-1].result is None
 
 
 @pytest.mark.slow
-def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
+@on_real_clock
+async def test_an_episode_that_is_cancelled_leaves_no_process() -> None:
     loop = loop_of({"command": SMALL})
-
-    async def cancelled() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.5):
-                await episode_of(loop, [call("wait", seconds=20), "done"])
-
-    asyncio.run(cancelled())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await episode_of(loop, [call("wait", seconds=20), "done"])
     assert servers() == []
 
 

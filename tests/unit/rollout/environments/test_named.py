@@ -1,20 +1,16 @@
 """Agent loops of environments and tools that the config names."""
 
-import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rollout.agents.encoding import encode
 from rollout.agents.environment import Step
-from rollout.agents.loop import EpisodeTask, load_agent_loop
-from rollout.prompts import Row
-from rollout.request_ids import RequestId
-from rollout.types import Prompt, SamplingParams
-from tests.support.episodes import episodes_of
-from tests.support.harnesses import Policy
+from rollout.agents.loop import Episode, load_agent_loop
+from rollout.agents.multi_turn import MultiTurn
+from rollout.types import Prompt
+from tests.support.environments import TOKENIZER, call, play_row
 
-CALL = '<tool_call>\n{"name": "power", "arguments": {"base": 5, "exponent": 1}}\n</tool_call>'
 ENVIRONMENT, TOOLS = "rollout.environments.named:environment", "rollout.environments.named:tools"
 
 
@@ -27,26 +23,24 @@ class Guess:
         return Step(done=right, reward=float(right), observation="\nWrong. Again: ")
 
 
-def episode(policy: Policy, loop: Any) -> Any:
-    tools = loop.prompt_tools
-    (prompt,) = encode(policy.tokenizer, [Row(question="5?", ground_truth="5")], "{question}", bool(tools), 999, tools)
-    sampling = SamplingParams(max_tokens=200)
-    task = EpisodeTask(request_id=RequestId(ordinal=5), prompt=prompt, index=0, sampling=sampling)
-    (ended,) = asyncio.run(episodes_of(loop, [task], policy.generate))
-    return ended
+def played(path: str, args: dict[str, Any], say: Callable[[str], str]) -> Episode:
+    loop = load_agent_loop(path, TOKENIZER, args)
+    assert isinstance(loop, MultiTurn)
+    return play_row(loop, say, question="5?", ground_truth="5")
 
 
 def test_an_environment_answers_until_it_is_done() -> None:
-    policy = Policy(lambda text, _: "5" if "Wrong." in text else "4")
-    loop = load_agent_loop(ENVIRONMENT, policy.tokenizer, {"environment": f"{__name__}:Guess", "max_turns": 3})
-    ended = episode(policy, loop)
+    guesses = {"environment": f"{__name__}:Guess", "max_turns": 3}
+    ended = played(ENVIRONMENT, guesses, lambda text: "5" if "Wrong." in text else "4")
     assert ended.result is not None and ended.result.reward == 1 and ended.metrics["turns"] == 2
 
 
 def test_tools_are_shown_and_called() -> None:
-    policy = Policy(lambda text, _: CALL if '"power"' in text and "<tool_response>" not in text else "5")
-    loop = load_agent_loop(TOOLS, policy.tokenizer, {"tools": ["tests.support.plain_tools:power"]})
-    assert episode(policy, loop).metrics["tool_calls"] == 1
+    def say(text: str) -> str:
+        return call("power", base=5, exponent=1) if '"power"' in text and "<tool_response>" not in text else "5"
+
+    ended = played(TOOLS, {"tools": ["tests.support.plain_tools:power"]}, say)
+    assert ended.metrics["tool_calls"] == 1
 
 
 @pytest.mark.parametrize(
@@ -63,4 +57,4 @@ def test_tools_are_shown_and_called() -> None:
 )
 def test_what_is_not_there_is_refused_by_its_key(loop: str, arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        load_agent_loop(loop, Policy(lambda text, _: "5").tokenizer, arguments)
+        load_agent_loop(loop, TOKENIZER, arguments)

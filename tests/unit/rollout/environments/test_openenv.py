@@ -94,43 +94,30 @@ def test_no_server_is_a_failed_episode_and_the_error_names_the_key() -> None:
 
 
 @pytest.mark.slow
-def test_an_episode_waits_for_a_session_and_closes_its_own(kind: str) -> None:
+@on_real_clock
+async def test_an_episode_waits_for_a_session_and_closes_its_own(kind: str) -> None:
     """The server has one session, which another client holds for a while."""
-
-    async def hold(url: str) -> None:
+    with server(kind, max_sessions=1) as url:
         session = await Session.open(url)
         await session.ask("reset", {})
-        held.set()
+        waiting = asyncio.create_task(asyncio.to_thread(play_row, loop_of(url), ["7"], ordinal=7))
         await asyncio.sleep(0.5)
         await session.close()
-
-    async def main(url: str) -> list[float]:
-        holding = asyncio.create_task(hold(url))
-        await held.wait()
-        rewards: list[float] = []
-        for _ in range(2):  # the second gets the session that the first gave back
-            episode = await asyncio.to_thread(play_row, loop_of(url), ["7"], ordinal=7)
-            assert episode.result is not None and episode.result.error is None
-            rewards.append(episode.result.reward)
-        await holding
-        return rewards
-
-    held = asyncio.Event()
-    with server(kind, max_sessions=1) as url:
-        assert asyncio.run(main(url)) == [1.0, 1.0]
+        first = await waiting
+        second = await asyncio.to_thread(play_row, loop_of(url), ["7"], ordinal=7)  # in the session that it gave back
+    for episode in (first, second):
+        assert episode.result is not None and (episode.result.reward, episode.result.error) == (1.0, None)
 
 
 @pytest.mark.slow
-def test_a_full_server_ends_the_reset_at_its_deadline(kind: str) -> None:
-    async def main(url: str) -> str:
+@on_real_clock
+async def test_a_full_server_ends_the_reset_at_its_deadline(kind: str) -> None:
+    with server(kind, max_sessions=1) as url:
         session = await Session.open(url)
         await session.ask("reset", {})
         episode = await asyncio.to_thread(play_row, loop_of(url, step_timeout_s=0.5), [])
         await session.close()
-        return error_of(episode)
-
-    with server(kind, max_sessions=1) as url:
-        assert asyncio.run(main(url)).startswith("TimeoutError: a reset of the environment took longer")
+    assert error_of(episode).startswith("TimeoutError: a reset of the environment took longer")
 
 
 @on_real_clock

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from configs.rollout import RolloutConfig, ToolPlace
 from rollout.agents.loop import Episode, load_agent_loop
 from rollout.agents.multi_turn import MultiTurn
-from rollout.agents.tool_processes import make_processes, tools_in
 from tests.support.chat_models import chat_tokenizer
-from tests.support.environments import error_of, play_row, told
+from tests.support.environments import error_of, play_row, played_in_both_places, told
 from tests.support.harnesses import FAMILY
 from tests.support.sequences import only
 from tests.support.skyrl_envs import Guess
@@ -50,12 +48,7 @@ def test_an_episode_in_a_process_is_the_same(events: list[str]) -> None:
         loop = loop_of("Guess", max_turns=5, env_config={"first": "From 1 to 9. "})
         return play_row(loop, ["Is it 3?", "It is 7."], ground_truth="7", level=2)
 
-    in_threads = episode()
-    events.clear()
-    with tools_in(make_processes(RolloutConfig(tools_run_in=ToolPlace.process))):
-        in_process = episode()
-    assert told(in_process) == told(in_threads)
-    assert (in_process.result, in_process.metrics) == (in_threads.result, in_threads.metrics)
+    played_in_both_places(episode, events)
     assert events == [], "all of it is elsewhere"
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from rollout.environments.text_world import DIRECTIONS, ROOMS, House
+from rollout.environments.text_world import DIRECTIONS, OPPOSITE, ROOMS, House
 
 
 def room_of(text: str) -> str:
@@ -25,8 +25,7 @@ def test_every_room_can_be_reached_and_every_way_leads_back(seed: int) -> None:
             beyond = house.do(f"go {direction}")
             if room_of(beyond) not in seen:
                 explore(beyond)
-            back = {"north": "south", "south": "north", "east": "west", "west": "east"}[direction]
-            assert house.do(f"go {back}") == text
+            assert house.do(f"go {OPPOSITE[direction]}") == text
 
     explore(start)
     assert seen == set(ROOMS)

@@ -16,6 +16,7 @@ from rollout.sessions.harness import Connection, FunctionHarness, HarnessTask
 from tests.support import fake_verifiers, verifiers_world
 from tests.support.environments import error_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
+from tests.support.real_clock import on_real_clock
 from tests.support.sequences import only
 from tests.support.verifiers_versions import HAS_LEGACY
 
@@ -53,13 +54,11 @@ def test_a_rollout_is_one_sequence_with_the_reward_and_the_metrics_of_the_rubric
     assert "What is 6 times 7?" in policy.tokenizer.decode(policy.prompts[0])
 
 
-def test_an_environment_is_loaded_once_per_process_whatever_runs_at_once() -> None:
-    async def main() -> None:
-        async with harness_loop(harness()) as loop, asyncio.TaskGroup() as group:
-            for index in range(4):
-                group.create_task(loop.run_episode(episode_task(index), Policy(looks_again).generate))
-
-    asyncio.run(main())
+@on_real_clock
+async def test_an_environment_is_loaded_once_per_process_whatever_runs_at_once() -> None:
+    async with harness_loop(harness()) as loop, asyncio.TaskGroup() as group:
+        for index in range(4):
+            group.create_task(loop.run_episode(episode_task(index), Policy(looks_again).generate))
     assert verifiers_world.loads == ["right"]
 
 

@@ -15,6 +15,7 @@ from tests.support import fake_verifiers_v1
 from tests.support.environments import error_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
 from tests.support.paths import ROOT
+from tests.support.real_clock import on_real_clock
 from tests.support.sequences import only
 from tests.support.verifiers_versions import HAS_V1
 
@@ -65,17 +66,13 @@ def test_a_rollout_is_one_sequence_with_the_reward_and_the_metrics_of_its_task()
     assert "8 times 7?" in policy.tokenizer.decode(policy.prompts[0])
 
 
-def test_rollouts_at_once_have_sessions_of_their_own_and_leave_no_key_behind() -> None:
-    async def main() -> list[Episode]:
-        async with harness_loop(OfRow()) as loop, asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(loop.run_episode(episode_task(index), Policy(looks_again).generate))
-                for index in range(4)
-            ]
-        return [task.result() for task in running]
-
+@on_real_clock
+async def test_rollouts_at_once_have_sessions_of_their_own_and_leave_no_key_behind() -> None:
     before = set(os.environ)
-    episodes = asyncio.run(main())
+    async with harness_loop(OfRow()) as loop:
+        policies = [Policy(looks_again) for _ in range(4)]
+        running = [loop.run_episode(episode_task(index), policy.generate) for index, policy in enumerate(policies)]
+        episodes = await asyncio.gather(*running)
     assert [episode.result and episode.result.reward for episode in episodes] == [1.0] * 4
     assert all(len(episode.sequences) == 1 for episode in episodes)
     assert set(os.environ) == before

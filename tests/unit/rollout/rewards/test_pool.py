@@ -18,6 +18,7 @@ from rollout.rewards.base import RewardResult
 from rollout.rewards.scoring import load_scorer
 from tests.support.fakes import make_prompt
 from tests.support.paths import ROOT
+from tests.support.real_clock import on_real_clock
 
 HOSTILE = RolloutConfig(reward="tests.support.rewards:hostile", reward_processes=2)
 ALONE = replace(HOSTILE, reward_processes=1)
@@ -58,16 +59,10 @@ def test_a_reward_that_always_hangs_fails_its_group_after_a_few_deadlines() -> N
     assert str(errors[8]).startswith(WHERE + "RewardProcessError: not scored: 3 processes were lost to its group")
 
 
-def test_a_group_whose_responses_come_one_by_one_costs_no_more_processes() -> None:
-    async def main() -> list[str | None]:
-        group = load_scorer(ALONE).for_group()
-        errors: list[str | None] = []
-        for _ in range(4):
-            [result] = await group.score([(make_prompt(17), "end the process")])
-            errors.append(result.error)
-        return errors
-
-    errors = asyncio.run(main())
+@on_real_clock
+async def test_a_group_whose_responses_come_one_by_one_costs_no_more_processes() -> None:
+    group = load_scorer(ALONE).for_group()
+    errors = [(await group.score([(make_prompt(17), "end the process")]))[0].error for _ in range(4)]
     assert errors[:3] == [WHERE + "RewardProcessError: ended its process: exit code 3"] * 3
     assert "not scored: 3 processes were lost to its group" in str(errors[3])
 
@@ -200,17 +195,15 @@ def reward_processes(owner: psutil.Process) -> list[psutil.Process]:
     return [child for child in owner.children() if "multiprocessing.spawn" in " ".join(child.cmdline())]
 
 
-def test_processes_that_ended_while_idle_cost_no_group_anything() -> None:
-    async def main() -> list[RewardResult]:
-        scorer = load_scorer(HOSTILE)
-        await scorer.score([(make_prompt(17), "be slow")] * 4)
-        idle = reward_processes(psutil.Process())
-        for process in idle:
-            process.kill()
-        assert len(idle) == 2
-        return await scorer.score([(make_prompt(17), "ab")] * 8)
-
-    assert asyncio.run(main()) == [RewardResult(reward=2.0)] * 8
+@on_real_clock
+async def test_processes_that_ended_while_idle_cost_no_group_anything() -> None:
+    scorer = load_scorer(HOSTILE)
+    await scorer.score([(make_prompt(17), "be slow")] * 4)
+    idle = reward_processes(psutil.Process())
+    for process in idle:
+        process.kill()
+    assert len(idle) == 2
+    assert await scorer.score([(make_prompt(17), "ab")] * 8) == [RewardResult(reward=2.0)] * 8
 
 
 def test_a_reward_that_cannot_be_loaded_in_its_process_says_why(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,15 +170,12 @@ def test_rewards_that_wait_for_a_thread_have_a_deadline_of_their_own(
     assert outcomes(hangs_on_a, list("aab"), timeout_s=0.5)[2] == 1.0
 
 
-def test_responses_of_a_group_that_come_one_by_one_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_real_clock
+async def test_responses_of_a_group_that_come_one_by_one_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout.rewards.places.MAX_THREADS", 2)
     reward = CountsCalls()
-
-    async def main() -> None:
-        group = threaded(reward).for_group()
-        await asyncio.gather(*(group.score([(make_prompt(0), "")]) for _ in range(6)))
-
-    asyncio.run(main())
+    group = threaded(reward).for_group()
+    await asyncio.gather(*(group.score([(make_prompt(0), "")]) for _ in range(6)))
     assert reward.most == 2
 
 

@@ -16,7 +16,7 @@ from rollout.environments.search.tags import agent_loop
 from rollout.types import Completion, GenerationRequest
 from tests.support.characters import Characters
 from tests.support.episodes import make_task
-from tests.support.fakes import make_completion, now, run_virtual, settle
+from tests.support.fakes import make_completion, now, settle
 
 URL = "http://retriever:8000/retrieve"
 Answer = Callable[[dict[str, Any]], httpx.Response]
@@ -173,7 +173,7 @@ async def test_a_slow_answer_is_given_up_at_the_deadline() -> None:
     assert await error_of(retriever) == "no answer within timeout_s=7" and 7 <= now() < 8
 
 
-def test_a_connection_that_the_server_has_closed_is_no_failure() -> None:
+async def test_a_connection_that_the_server_has_closed_is_no_failure() -> None:
     class Stale(Server):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if not self.asked:
@@ -181,11 +181,7 @@ def test_a_connection_that_the_server_has_closed_is_no_failure() -> None:
                 raise httpx.RemoteProtocolError("server disconnected without sending a response")
             return await super().handle_async_request(request)
 
-    run_virtual(error_free(retriever_at(Stale())))
-
-
-async def error_free(retriever: HttpRetriever) -> None:
-    assert await texts(retriever, "x") == [["x"]]
+    assert await texts(retriever_at(Stale()), "x") == [["x"]]
 
 
 async def test_failed_and_empty_searches_are_counted_apart() -> None:
@@ -203,22 +199,21 @@ async def test_failed_and_empty_searches_are_counted_apart() -> None:
 # -- outages -----------------------------------------------------------------------------------------------------------
 
 
-def test_while_the_server_is_down_searches_wait_and_hear_their_documents(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        retriever = await known(server := Server(REFUSED), max_failures=3)
-        assert [await error_of(retriever, query) for query in "ab"] == ["ConnectError: refused"] * 2
-        waiting = [asyncio.create_task(texts(retriever, query)) for query in ("c", "d")]  # c is the third to fail
-        await asyncio.sleep(100)
-        waiting.append(asyncio.create_task(texts(retriever, "e")))
-        assert not any(task.done() for task in waiting)
-        probes = [request for request in server.asked[3:] if request["queries"] != [PROBE]]
-        assert probes == [] and len(server.asked) < 15
-        server.answer = found
-        assert await asyncio.gather(*waiting) == [[["c"]], [["d"]], [["e"]]]
-        await retriever.close()
-
-    with caplog.at_level(logging.WARNING):
-        run_virtual(main())
+async def test_while_the_server_is_down_searches_wait_and_hear_their_documents(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    retriever = await known(server := Server(REFUSED), max_failures=3)
+    assert [await error_of(retriever, query) for query in "ab"] == ["ConnectError: refused"] * 2
+    waiting = [asyncio.create_task(texts(retriever, query)) for query in ("c", "d")]  # c is the third to fail
+    await asyncio.sleep(100)
+    waiting.append(asyncio.create_task(texts(retriever, "e")))
+    assert not any(task.done() for task in waiting)
+    probes = [request for request in server.asked[3:] if request["queries"] != [PROBE]]
+    assert probes == [] and len(server.asked) < 15
+    server.answer = found
+    assert await asyncio.gather(*waiting) == [[["c"]], [["d"]], [["e"]]]
+    await retriever.close()
     log = [record.getMessage() for record in caplog.records]
     assert any(URL in line and "is down after 3 failures in a row" in line and "refused" in line for line in log)
     assert any("still down, for 61 s" in line for line in log)

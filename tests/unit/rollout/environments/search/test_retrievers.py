@@ -1,6 +1,5 @@
 """Arguments of a search and its retriever in rollout.agent_args."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rollout.environments.search.fts5 import Fts5Retriever
 from rollout.environments.search.http import HttpRetriever
 from rollout.environments.search.retrievers import make_retriever
 from tests.support.chat_models import chat_tokenizer
+from tests.support.real_clock import on_real_clock
 
 URL = "http://localhost:8000/retrieve"
 TOKENIZER = chat_tokenizer("qwen2.5")
@@ -73,15 +73,12 @@ def test_documents_are_text_or_messages() -> None:
         load_agent_loop("rollout.environments.search.tags:agent_loop", TOKENIZER, arguments)
 
 
-def test_a_config_names_a_corpus_or_a_server(tmp_path: Path) -> None:
+@on_real_clock
+async def test_a_config_names_a_corpus_or_a_server(tmp_path: Path) -> None:
     (tmp_path / "towns.md").write_text("Marjol is a city.\n")
-
-    async def main() -> None:
-        local = make_retriever({"kind": "fts5", "corpus": str(tmp_path)})
-        [result] = await local.search(["Marjol"], 3)
-        assert [document.title for document in result.documents] == ["towns"]
-        assert make_retriever(local) is local
-
-    asyncio.run(main())
+    local = make_retriever({"kind": "fts5", "corpus": str(tmp_path)})
+    [result] = await local.search(["Marjol"], 3)
+    assert [document.title for document in result.documents] == ["towns"]
+    assert make_retriever(local) is local
     remote = make_retriever({"kind": "http", "url": URL, "batch_s": 0, "cache_size": 0})
     assert isinstance(remote, HttpRetriever) and remote.url == URL

@@ -1,6 +1,5 @@
 """Our client and our server, each with the other and with one written after Search-R1's, over a real socket."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -110,13 +109,11 @@ async def test_a_client_like_that_of_search_r1_reads_our_server() -> None:
         (b'{"queries": [%b"x"]}' % (b'"x", ' * MAX_QUERIES), "queries: has 1025, at most 1024 are allowed"),
     ],
 )
-def test_a_bad_request_is_told_what_is_wrong(body: bytes, message: str) -> None:
-    async def main() -> None:
-        async with client_of(retriever_app(Fts5Retriever(TOWNS))) as client:
-            answer = await client.post("/retrieve", content=body)
-            assert answer.status_code == 400 and message in answer.json()["error"]
-
-    asyncio.run(main())
+@on_real_clock
+async def test_a_bad_request_is_told_what_is_wrong(body: bytes, message: str) -> None:
+    async with client_of(retriever_app(Fts5Retriever(TOWNS))) as client:
+        answer = await client.post("/retrieve", content=body)
+        assert answer.status_code == 400 and message in answer.json()["error"]
 
 
 @on_real_clock

@@ -10,13 +10,13 @@ import pytest
 from rollout.agents.environment import Step, Turn
 from rollout.agents.loop import Episode
 from rollout.environments.search import tags
-from rollout.environments.search.documents import Document, Found, RetrievalError
+from rollout.environments.search.documents import Document
 from rollout.environments.search.lookup import NOTHING, Lookup
 from rollout.environments.search.tags import STOP, TagEnvironment
 from rollout.types import Prompt
 from tests.support.chat_models import chat_tokenizer
 from tests.support.fakes import make_prompt
-from tests.support.searches import Sampled, asked, played, small_corpus
+from tests.support.searches import Down, Sampled, asked, played, small_corpus
 from tests.support.sequences import only
 
 FOUND = "\n\n<information>Doc 1(Title: Faust) Faust is by Goethe.</information>\n\n"
@@ -160,15 +160,6 @@ def test_a_wrong_answer_in_the_right_form_has_the_format_score() -> None:
     episode = episode_of("<answer>Lyon in France</answer>", gold=["Paris in France"], format_score=0.1)
     assert episode.result is not None and (episode.result.reward, episode.metrics["exact_match"]) == (0.1, 0)
     assert episode.metrics["f1"] == 2 / 3
-
-
-class Down:
-    """A retriever that is down."""
-
-    async def search(self, queries: Sequence[str], topk: int) -> list[Found]:
-        raise RetrievalError("down")
-
-    async def close(self) -> None: ...
 
 
 def test_a_recorded_search_needs_no_retriever_and_is_counted() -> None:

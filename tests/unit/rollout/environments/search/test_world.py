@@ -13,10 +13,8 @@ import pytest
 from rollout.agents.environment import Step, Turn
 from rollout.environments.search.documents import COMMON_SHARE, Document, Found, Retriever
 from rollout.environments.search.fts5 import Fts5Retriever
-from rollout.environments.search.lookup import Lookup
-from rollout.environments.search.tags import TagEnvironment
 from rollout.environments.search.world import FIRST, OTHER, RELATIONS, Question, World, names
-from rollout.types import Prompt
+from tests.support.searches import tag_environment
 
 WORLD = World(seed=3, num_documents=400)
 
@@ -39,7 +37,7 @@ def _words(text: str) -> list[str]:
 def test_a_question_has_one_right_answer_which_is_in_the_articles(hops: int) -> None:
     for question in itertools.islice(WORLD.questions(hops), 0, None, 97):
         assert answers(question, WORLD) == {question.answer}
-        assert question.hops == len(question.queries) == hops
+        assert question.hops == hops
         assert len({*question.path, question.answer}) == hops + 1, "it goes on, and does not come back"
         assert question.answer not in question.text
 
@@ -105,15 +103,10 @@ class AnyDocuments:
         pass
 
 
-def environment(question: Question, retriever: Retriever, topk: int = 1) -> TagEnvironment:
-    prompt = Prompt(ordinal=0, text=question.text, token_ids=(), ground_truth=question.answer)
-    return TagEnvironment(prompt, Lookup(retriever, topk, shorten=lambda text: text))
-
-
 async def searched(question: Question, retriever: Retriever) -> float:
     """The reward of a policy that reads: it knows the question's text and what it is told, and nothing else."""
     start, *relations = re.findall(r"(\w+)(?:'s|\.)", question.text)
-    world, name = environment(question, retriever), start
+    world, name = tag_environment(question, retriever), start
     for relation in relations:
         told = (await world.step(Turn.of(f"I look it up. <search>{name}'s {relation}</search>"))).observation
         match = re.search(rf"\b{relation} (\w+)", str(told)) or re.search(r"with \w+ (\w+)", str(told))
@@ -126,7 +119,7 @@ async def guessed(question: Question, rng: random.Random) -> float:
     """The reward of a policy that answers at once, with a name of the right kind."""
     kind = LARGE.things[question.answer].kind
     answer = rng.choice(LARGE.by_kind[kind])
-    return reward(await environment(question, AnyDocuments([])).step(Turn.of(f"<answer>{answer}</answer>")))
+    return reward(await tag_environment(question, AnyDocuments([])).step(Turn.of(f"<answer>{answer}</answer>")))
 
 
 def reward(step: Step) -> float:

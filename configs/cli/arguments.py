@@ -115,10 +115,7 @@ def _pinned(argument: str) -> str:
 
 
 def _without_link(path: str) -> str:
-    try:
-        whole = Path(path).expanduser()
-    except RuntimeError:  # ~nobody, which the checks refuse
-        return path
+    whole = Path(os.path.expanduser(path))  # ~nobody stays as it is, which the checks refuse
     links = (place for place in (whole, *whole.parents) if place.name == LATEST and place.is_symlink())
     link = next(links, None)
     return path if link is None else str(link.resolve() / whole.relative_to(link))

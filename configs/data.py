@@ -119,6 +119,11 @@ class DataConfig:
     def holds_out(self) -> bool:
         return self.val_files != NO_FILES
 
+    @property
+    def held_out_part(self) -> str | None:
+        """Describe the part of train_files that is held out."""
+        return None if self.val_share is None else f"{self.val_share:g} of {self.train_files}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:

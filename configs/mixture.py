@@ -79,10 +79,8 @@ def loss_coefficients(config: Config) -> dict[str, float]:
 
 
 def longest_source(config: Config) -> Config:
-    """Return the config of the source with the longest sequences: data.max_prompt_tokens + rollout.max_response_tokens.
-    Engines and train workers must have room for them."""
-    every = (source.config for source in sources_of(config))
-    return max(every, key=lambda its: its.data.max_prompt_tokens + its.rollout.max_response_tokens)
+    """Return the config of the source with the longest sequences. Engines and train workers must have room for them."""
+    return max((source.config for source in sources_of(config)), key=lambda its: its.context_tokens)
 
 
 def longest_response(config: Config) -> int:

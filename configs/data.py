@@ -1,8 +1,7 @@
 """Keys of the data, and what an entry of data.train_files and data.val_files names."""
 
-import contextlib
+import os.path
 import re
-import stat
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -120,6 +119,11 @@ class DataConfig:
     def holds_out(self) -> bool:
         return self.val_files != NO_FILES
 
+    @property
+    def held_out_part(self) -> str | None:
+        """Describe the part of train_files that is held out."""
+        return None if self.val_share is None else f"{self.val_share:g} of {self.train_files}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftConfig:
@@ -160,22 +164,21 @@ class DataSource:
 
     @property
     def path(self) -> Path:
-        with contextlib.suppress(RuntimeError):  # `~nobody`, who has no home
-            return Path(self.name).expanduser()
-        return Path(self.name)
+        return Path(os.path.expanduser(self.name))
 
+    # Not those of Path, which raise for what no file can be called, such as a name of 5,000 characters.
     @property
     def exists(self) -> bool:
-        return _stat(self.path) is not None
+        return os.path.exists(self.path)
 
     @property
     def is_folder(self) -> bool:
-        return stat.S_ISDIR(_stat(self.path) or 0)
+        return os.path.isdir(self.path)
 
     @property
     def is_file(self) -> bool:
         """False for a pipe, too, whose reader would wait for ever."""
-        return stat.S_ISREG(_stat(self.path) or 0)
+        return os.path.isfile(self.path)
 
     @property
     def may_be_on_the_hub(self) -> bool:
@@ -198,12 +201,3 @@ def parse_source(entry: str) -> DataSource:
     if match is None or DataSource(entry).exists:
         return DataSource(entry)
     return DataSource(match["name"], match["subset"], match["split"])
-
-
-def _stat(path: Path) -> int | None:
-    """Return the mode of what is at a path; None where nothing is, or where no file can be, as with a name of 5,000
-    characters."""
-    try:
-        return path.stat().st_mode
-    except (OSError, ValueError):
-        return None

@@ -79,10 +79,8 @@ def loss_coefficients(config: Config) -> dict[str, float]:
 
 
 def longest_source(config: Config) -> Config:
-    """Return the config of the source with the longest sequences: data.max_prompt_tokens + rollout.max_response_tokens.
-    Engines and train workers must have room for them."""
-    every = (source.config for source in sources_of(config))
-    return max(every, key=lambda its: its.data.max_prompt_tokens + its.rollout.max_response_tokens)
+    """Return the config of the source with the longest sequences. Engines and train workers must have room for them."""
+    return max((source.config for source in sources_of(config)), key=lambda its: its.context_tokens)
 
 
 def longest_response(config: Config) -> int:
@@ -159,17 +157,11 @@ def _entry_problems(key: str, entry: Mapping[Any, Any]) -> Iterator[Problem]:
 
 
 def _unknown_keys(key: str, section: str, values: Mapping[Any, Any]) -> Iterator[Problem]:
-    for name in values:
-        if name in ITS_KEYS[section]:
-            continue
-        its = ", ".join(sorted(ITS_KEYS[section]))
-        is_shared = name in {field.name for field in fields(_section_type(section))}
-        shared = f"all sources share {section}.{name}: set it there" if is_shared else "there is no such key"
-        yield Problem(f"{key}.{section}.{name}", f"{shared}; a source may set {section}.*: {its}", repr(values[name]))
-
-
-def _section_type(section: str) -> type:
-    return Config.__dataclass_fields__[section].type
+    its, of_run = ITS_KEYS[section], Config.__dataclass_fields__[section].type.__dataclass_fields__
+    for name in (name for name in values if name not in its):
+        shared = f"all sources share {section}.{name}: set it there" if name in of_run else "there is no such key"
+        allowed = f"{shared}; a source may set {section}.*: {', '.join(sorted(its))}"
+        yield Problem(f"{key}.{section}.{name}", allowed, repr(values[name]))
 
 
 def _type_problems(config: Config, key: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
@@ -199,7 +191,8 @@ def _composed(config: Config, entry: Mapping[str, Any]) -> Config:
 
 
 def _with(section: Any, values: Mapping[str, Any], whole: tuple[str, ...]) -> Any:
-    files = {name: ",".join(map(str, value)) for name, value in values.items() if _is_list_of_files(name, value)}
+    lists = {name: value for name, value in values.items() if name in LISTED and isinstance(value, list)}
+    files = {name: ",".join(map(str, value)) for name, value in lists.items()}
     node: DictConfig = OmegaConf.structured(replace(section, **{name: {} for name in whole if name in values}))
     return OmegaConf.to_object(OmegaConf.merge(writable(node), {**values, **files}))
 
@@ -213,7 +206,3 @@ def writable(node: DictConfig) -> DictConfig:
         if OmegaConf.is_dict(node[key]):
             writable(node[key])
     return node
-
-
-def _is_list_of_files(name: str, value: Any) -> bool:
-    return name in LISTED and isinstance(value, list)

@@ -137,6 +137,11 @@ class Config:
     """The cluster of processes."""
 
     @property
+    def context_tokens(self) -> int:
+        """The longest sequence: a prompt and a response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def has_chat_turns(self) -> bool:
         """True where turns end as the model's chat template ends them: in chats, sessions and conversations."""
         has_harness = self.rollout.agent is not None or self.rollout.agent_command is not None

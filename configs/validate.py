@@ -6,7 +6,6 @@ from dataclasses import replace
 from configs.checks import sections
 from configs.checks.agents import agent_problems
 from configs.checks.algorithm import algorithm_problems
-from configs.checks.curriculum import curriculum_problems
 from configs.checks.engine_args import engine_args_problems
 from configs.checks.problem import impossible_names
 from configs.checks.ranges import out_of_range
@@ -72,7 +71,7 @@ def _lines(config: Config, needed_files: Sequence[str], overrides: Sequence[str]
             *sections.model_problems(config),
             *sections.lora_problems(config),
             *sections.data_problems(config, needed_files),
-            *curriculum_problems(config),
+            *sections.curriculum_problems(config),
             *sections.sft_problems(config, needed_files),
             *sections.unread_sft_keys(config, needed_files, overrides),
             *([] if config.dry_run else sections.missing_data(config, needed_files)),

@@ -73,14 +73,14 @@ def equivalent_tables() -> str:
 def _equivalents(keys: Sequence[Equivalent], frameworks: Sequence[str]) -> str:
     rows: list[tuple[str, ...]] = []
     for equivalent in keys:
-        theirs = [", ".join(f"`{key}`" for key in equivalent.named(framework)) for framework in frameworks]
+        theirs = [", ".join(f"`{key}`" for key in equivalent.named[framework]) for framework in frameworks]
         if any(theirs):
             rows.append((f"`{equivalent.here}`", *(cell or "-" for cell in theirs), equivalent.differs))
     return _table(("here", *(FRAMEWORKS[framework] for framework in frameworks), "what differs"), rows)
 
 
 def _without(equivalent: Equivalent) -> str:
-    named = (f"`{key}` ({shown})" for framework, shown in FRAMEWORKS.items() for key in equivalent.named(framework))
+    named = (f"`{key}` ({shown})" for framework, shown in FRAMEWORKS.items() for key in equivalent.named[framework])
     return f"- {', '.join(named)}: {equivalent.here}\n"
 
 

@@ -15,9 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -61,7 +59,7 @@ def write_trace(run: Run, output: Path, first: int | None = None, last: int | No
     begin, since, until = window(run, first, last)
     trace, count = Trace(begin, since, until), 0
     encode = msgspec.json.Encoder().encode
-    with _opened(output) as file:
+    with gzip.open(output, "wb", compresslevel=5) if output.name.endswith(".gz") else output.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","otherData":{"start":%.6f},"traceEvents":[' % begin)
         for record in _records(run, trace):
             file.write((b",\n" if count else b"\n") + encode(record))
@@ -92,16 +90,6 @@ def _records(run: Run, trace: Trace) -> Iterator[Record]:
     for stamped in run.valid_events():
         yield from trace.add(stamped)
     yield from trace.close()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    if path.name.endswith(".gz"):
-        with gzip.open(path, "wb", compresslevel=5) as file:
-            yield file
-    else:
-        with path.open("wb") as file:
-            yield file
 
 
 if __name__ == "__main__":

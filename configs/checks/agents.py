@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.checks.problem import Problem, dotted_problems
 from configs.checks.sections import BUILT_IN_AGENT_LOOPS, TRAIN_AND_VAL
 from configs.data import Generated
-from configs.named_agents import NAMED_AGENTS, NamedAgent
+from configs.named_agents import NAMED_AGENTS
 from configs.rollout import PROMPT_PLACEHOLDER
 from configs.schema import Config, ModelKind
 
@@ -15,8 +15,6 @@ from configs.schema import Config, ModelKind
 def agent_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
     yield from _harness_problems(config)
     yield from _session_problems(config)
-    if (config.rollout.agent or config.rollout.agent_command) is not None:
-        yield from _host_problems(config.sessions.host)
     yield from _named_agent_problems(config, needed_files)
     yield from _chat_template_problems(config, needed_files)
 
@@ -34,18 +32,18 @@ def _harness_problems(config: Config) -> Iterator[Problem]:
         yield from dotted_problems(
             "rollout.agent", rollout.agent, tuple(NAMED_AGENTS), ("task", "client"), rollout.agent_args
         )
-    if rollout.agent_command is not None:
-        yield from _command_problems(rollout.agent_command)
+    if (command := rollout.agent_command) is not None:
+        if not command.strip():
+            yield Problem("rollout.agent_command", "must be a command", repr(command))
+        if _is_in_quotes(command, PROMPT_PLACEHOLDER):
+            allowed = f"{PROMPT_PLACEHOLDER} must stand outside of quotes: it is quoted for the shell"
+            yield Problem("rollout.agent_command", allowed)
     if sessions.timeout_s >= rollout.group_timeout_s:
         yield Problem("sessions.timeout_s", f"must be less than rollout.group_timeout_s={rollout.group_timeout_s:g}")
-
-
-def _command_problems(command: str) -> Iterator[Problem]:
-    if not command.strip():
-        yield Problem("rollout.agent_command", "must be a command", repr(command))
-    if _is_in_quotes(command, PROMPT_PLACEHOLDER):
-        allowed = f"{PROMPT_PLACEHOLDER} must stand outside of quotes: it is quoted for the shell"
-        yield Problem("rollout.agent_command", allowed)
+    try:
+        socket.getaddrinfo(sessions.host, None, flags=socket.AI_PASSIVE)
+    except OSError:
+        yield Problem("sessions.host", "must be an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0")
 
 
 def _is_in_quotes(command: str, word: str) -> bool:
@@ -76,13 +74,6 @@ def _session_problems(config: Config) -> Iterator[Problem]:
         yield Problem("sessions.folder_template", "no such folder")
 
 
-def _host_problems(host: str) -> Iterator[Problem]:
-    try:
-        socket.getaddrinfo(host, None, flags=socket.AI_PASSIVE)
-    except OSError:
-        yield Problem("sessions.host", "must be an address or a name of this machine, such as 127.0.0.1 or 0.0.0.0")
-
-
 def _named_agent_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:
     """Yield what keeps a named agent from its settings and, where it runs on prompts of the data, from its first
     answer. The machines on which it runs say whether they have its program."""
@@ -95,19 +86,14 @@ def _named_agent_problems(config: Config, needed_files: Sequence[str]) -> Iterat
         files = ", ".join(agent.files)
         yield Problem("sessions.fresh_folder", f"must be true: rollout.agent={agent.name} writes {files} into its HOME")
     if (template := sessions.folder_template) is not None:
-        yield from _files_in_the_way(agent, Path(template).expanduser())
-    context = config.data.max_prompt_tokens + rollout.max_response_tokens
+        for path in (path for path in agent.files if (Path(template).expanduser() / path).exists()):
+            allowed = f"must not have {path}, which rollout.agent={agent.name} writes"
+            yield Problem("sessions.folder_template", allowed)
+    context = config.context_tokens
     if context < agent.context and set(needed_files) & set(TRAIN_AND_VAL):
         needs = f"rollout.agent={agent.name} needs a context of {agent.context} tokens"
         allowed = f"{needs}, and with data.max_prompt_tokens={config.data.max_prompt_tokens} it has {context}"
         yield Problem("rollout.max_response_tokens", allowed)
-
-
-def _files_in_the_way(agent: NamedAgent, template: Path) -> Iterator[Problem]:
-    for path in agent.files:
-        if (template / path).exists():
-            allowed = f"must not have {path}, which rollout.agent={agent.name} writes"
-            yield Problem("sessions.folder_template", allowed)
 
 
 def _chat_template_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Problem]:

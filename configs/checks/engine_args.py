@@ -5,13 +5,12 @@ vLLM is read and not imported, which takes seconds: a wrong name is refused as s
 
 import ast
 import difflib
-import importlib.util
 import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 from configs.checks.problem import Problem
+from configs.installed import parsed_source
 from configs.model import LoraServing
 from configs.rollout import MOST_KEPT, TIES
 from configs.schema import Config, Device, DType, Staging
@@ -108,17 +107,10 @@ def _updated_problems(config: Config, quantization: str) -> Iterator[Problem]:
 @cache
 def known_arguments() -> frozenset[str]:
     """The fields of the installed vLLM's AsyncEngineArgs; none where there is no vLLM."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or not vllm.submodule_search_locations:
-        return frozenset()
-    source = Path(vllm.submodule_search_locations[0], "engine", "arg_utils.py")
-    if not source.is_file():
-        return frozenset()
-    classes = {node.name: node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)}
     return frozenset(
         field.target.id
-        for name in ("EngineArgs", "AsyncEngineArgs")
-        if name in classes
-        for field in classes[name].body
+        for node in parsed_source("vllm", "engine", "arg_utils.py") or ()
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
     )

@@ -1,11 +1,11 @@
 """Problems that the checks of a config report."""
 
+import os.path
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from configs.runtime.dotted import find
@@ -50,15 +50,8 @@ def impossible_names(config: Config) -> Iterator[Problem]:
             if longest > LONGEST_NAME:
                 problem = f"no file or folder has a name of more than {LONGEST_NAME} bytes, and one here has {longest}"
                 yield Problem(key, problem, f"{value[:40]}...")
-            elif re.match(r"~[^/]", value):
-                yield from _unknown_home(key, value)
-
-
-def _unknown_home(key: str, value: str) -> Iterator[Problem]:
-    try:
-        Path(value).expanduser()
-    except RuntimeError:
-        yield Problem(key, f"there is no user {value[1:].partition('/')[0]} on this machine")
+            elif re.match(r"~[^/]", value) and os.path.expanduser(value) == value:
+                yield Problem(key, f"there is no user {value[1:].partition('/')[0]} on this machine")
 
 
 def dotted_problems(

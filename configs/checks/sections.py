@@ -1,6 +1,5 @@
 """Values that contradict one another or name what does not exist, section by section."""
 
-import importlib.util
 import ipaddress
 import json
 import math
@@ -14,7 +13,8 @@ from configs.algorithm import DISTILLATION
 from configs.checkpoint import LATEST, is_checkpoint
 from configs.checks.problem import Problem, dotted_problems
 from configs.checks.secrets import NOT_SHOWN
-from configs.data import NO_FILES, Generated, parse_sources
+from configs.data import NO_FILES, ORDERS, CurriculumConfig, Generated, parse_sources
+from configs.installed import is_installed
 from configs.model import ALL_LINEAR, SERVED_RANKS, LoraConfig, LoraServing, names_experts
 from configs.rewards import BUILT_IN_REWARDS, parse_reward
 from configs.rollout import AutoscaleConfig, RolloutConfig, Speculation, SpeculativeConfig
@@ -82,10 +82,6 @@ def tracking_problems(config: Config, trains: bool) -> Iterator[Problem]:
         yield from dotted_problems("tracking.sinks", sink, BUILT_IN_SINKS, SINK_PARAMETERS)
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
 TRAIN_AND_VAL = ("train_files", "val_files")
 CONVERSATIONS = ("conversations",)
 """The keys of the files that supervised fine-tuning reads, below sft.*."""
@@ -97,6 +93,15 @@ BUILT_IN_AGENT_LOOPS = ("single_turn",)
 """A copy of names in `rollout.agents.loop`: a config is checked before anything of rollout is imported."""
 TINY_HEADS = 4
 """The attention heads of the models that `trainer.tiny.model` makes, copied for the same reason."""
+READ_BY_ORDER: dict[str, tuple[str, ...]] = {
+    "uniform": (),
+    "frontier": ("key", "pass_reward", "half_life"),
+    "stages": ("key", "pass_reward", "stage_pass_rate"),
+    "retry": ("pass_reward", "retry_after"),
+}
+"""The keys besides `order` that an order reads."""
+READ_BY_FUNCTIONS = ("key", "pass_reward", "half_life")
+"""The keys that decide what a user's function is told."""
 
 
 def model_problems(config: Config) -> Iterator[Problem]:
@@ -195,6 +200,23 @@ def data_problems(config: Config, needed_files: Sequence[str]) -> Iterator[Probl
     elif data.loader_args or data.demonstrations is not None:
         key = "loader_args" if data.loader_args else "demonstrations"
         yield Problem(f"data.{key}", "needs data.loader=package.module:function")
+
+
+def curriculum_problems(config: Config) -> Iterator[Problem]:
+    curriculum = config.data.curriculum
+    order = curriculum.order
+    yield from dotted_problems("data.curriculum.order", order, ORDERS, ("rows", "passes", "random"))
+    for key in ("key", "pass_reward", "half_life", "stage_pass_rate", "retry_after"):
+        is_set = getattr(curriculum, key) != getattr(CurriculumConfig(), key)
+        if is_set and key not in READ_BY_ORDER.get(order, READ_BY_FUNCTIONS):
+            readers = [name for name, keys in READ_BY_ORDER.items() if key in keys]
+            own = ", or to a function of your own" if key in READ_BY_FUNCTIONS else ""
+            allowed = f"data.curriculum.order={order} does not read it; set that to {' or '.join(readers)}{own}"
+            yield Problem(f"data.curriculum.{key}", allowed)
+    if order == "stages" and curriculum.key is None:
+        yield Problem("data.curriculum.key", "data.curriculum.order=stages needs the column of the difficulty")
+    elif curriculum.key is not None and config.data.train_files is None:
+        yield Problem("data.curriculum.key", "needs data.train_files: generated problems have no columns")
 
 
 def missing_data(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> Iterator[Problem]:
@@ -470,11 +492,7 @@ def _is_host(name: str) -> bool:
 
 def _path_problems(config: Config, key: str, path: str, *, may_be_checkpoint: bool = True) -> Iterator[Problem]:
     """`path`: the value of the key. The folders of a cluster that runs already may not be here."""
-    try:
-        folder = Path(path).expanduser()
-    except RuntimeError:  # ~nobody
-        yield Problem(key, NO_FOLDER)
-        return
+    folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         if (folder / "config.json").is_file():
             return
@@ -482,11 +500,8 @@ def _path_problems(config: Config, key: str, path: str, *, may_be_checkpoint: bo
             yield Problem(key, "no Hugging Face model: the folder has no config.json; nor a checkpoint")
         elif not may_be_checkpoint:
             yield Problem(key, "must be a Hugging Face model, not a checkpoint: scripts.export_hf makes one of it")
-    elif config.ray.address is None and not _may_be_hub_name(path, folder):
-        yield Problem(key, NO_FOLDER)
-
-
-def _may_be_hub_name(path: str, folder: Path) -> bool:
-    """Return false for a path like runs/another, where `runs` holds run folders: that is a folder which does not
-    exist."""
-    return not path.startswith(".") and bool(HUB_NAME.fullmatch(path)) and not (folder.parent / LATEST).is_symlink()
+    elif config.ray.address is None:
+        # Where `runs` holds run folders, runs/another is one that does not exist, and no name of the hub.
+        is_in_runs = (folder.parent / LATEST).is_symlink()
+        if path.startswith(".") or not HUB_NAME.fullmatch(path) or is_in_runs:
+            yield Problem(key, NO_FOLDER)

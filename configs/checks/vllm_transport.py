@@ -5,12 +5,11 @@ train workers look there, before they load a model.
 """
 
 import ast
-import importlib.util
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
 from configs.checks.problem import Problem
+from configs.installed import is_installed, parsed_source
 from configs.schema import Config, Device, Staging, Transport
 from configs.vllm_plugins import plugin_names
 from configs.weight_sync import CPU_TRANSPORTS, VLLM_BACKENDS, VLLM_PREFIX
@@ -63,7 +62,7 @@ def _sharing_problems(config: Config, name: str) -> Iterator[Problem]:
             if value is not None and value > 1:
                 allowed = f"must be 1 with {KEY}={name}: vLLM lays all workers of one engine on one mesh"
                 yield Problem(key, allowed)
-        if importlib.util.find_spec("nccl") is None:
+        if not is_installed("nccl"):
             yield Problem(KEY, "needs the package nccl-extensions, which vLLM does not install", name)
 
 
@@ -89,14 +88,11 @@ def _names(backends: Iterable[str]) -> str:
 def built_in_backends() -> tuple[frozenset[str], frozenset[str]] | None:
     """Return the names of the receiving and of the sending halves that the installed vLLM registers by itself; None
     where there is no vLLM."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or not vllm.submodule_search_locations:
+    source = parsed_source("vllm", "distributed", "weight_transfer", "factory.py")
+    if source is None:
         return None
-    source = Path(vllm.submodule_search_locations[0], "distributed", "weight_transfer", "factory.py")
-    if not source.is_file():
-        return frozenset(), frozenset()
     names: dict[str, set[str]] = {side: set() for side in SIDES}
-    for statement in ast.parse(source.read_text("utf-8")).body:
+    for statement in source:
         match statement:
             case ast.Expr(ast.Call(ast.Attribute(ast.Name(side), "register_engine"), [ast.Constant(str(name)), *_])):
                 names[side].add(name)

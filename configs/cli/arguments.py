@@ -102,9 +102,9 @@ def _with_quotes(argument: str) -> str:
 def _pinned(argument: str) -> str:
     """Replace the link in model.path=runs/latest by the folder that it leads to now: a run that begins takes the
     link over."""
-    key = argument.partition("=")[0]
-    if key.lstrip("+") not in MODEL_PATHS or LATEST not in argument:
+    if key_of(argument) not in MODEL_PATHS or LATEST not in argument:
         return argument
+    key = argument.partition("=")[0]
     value = parsed([argument])[0].value()
     choices = value.list if isinstance(value, ChoiceSweep) else [value]
     paths = [choice.text if isinstance(choice, QuotedString) else choice for choice in choices]
@@ -115,10 +115,7 @@ def _pinned(argument: str) -> str:
 
 
 def _without_link(path: str) -> str:
-    try:
-        whole = Path(path).expanduser()
-    except RuntimeError:  # ~nobody, which the checks refuse
-        return path
+    whole = Path(os.path.expanduser(path))  # ~nobody stays as it is, which the checks refuse
     links = (place for place in (whole, *whole.parents) if place.name == LATEST and place.is_symlink())
     link = next(links, None)
     return path if link is None else str(link.resolve() / whole.relative_to(link))
@@ -166,6 +163,11 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
                 raise ConfigError(f"{override.partition('=')[0]}={NOT_SHOWN}: is not in Hydra's grammar") from None
             raise ConfigError(f"{override}: {str(error).splitlines()[0]}") from error
     return overridden
+
+
+def key_of(override: str) -> str:
+    """Return the key that an override sets, adds or deletes."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def override(key: str, value: str) -> str:

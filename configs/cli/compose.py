@@ -17,7 +17,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.cli.arguments import parsed
+from configs.cli.arguments import key_of, parsed
 from configs.cli.overrides import RENAMED_VALUES, hint
 from configs.load import one_line, register
 from configs.validate import ConfigError
@@ -69,7 +69,7 @@ def _refuse_unknown_sources(name: str, overrides: Sequence[str]) -> None:
     set_here = {source for override in overrides for source in _sources_in(override)}
     if not set_here:
         return
-    others = [override for override in overrides if not f"{_key(override).lstrip('+~')}.".startswith(SOURCES)]
+    others = [override for override in overrides if not f"{key_of(override)}.".startswith(SOURCES)]
     known = list(compose(name, overrides=others).data.sources)
     if known and (unknown := sorted(set_here - set(known))):
         raise ConfigError(
@@ -80,14 +80,10 @@ def _refuse_unknown_sources(name: str, overrides: Sequence[str]) -> None:
 
 def _sources_in(override: str) -> set[str]:
     """Return the names of the sources of which an override sets something, one after another or as a dict of them."""
-    if (key := _key(override)).startswith(SOURCES):
+    if (key := override.partition("=")[0]).startswith(SOURCES):
         return {key.split(".")[2]}
     value = parsed([override])[0].value() if f"{key}." == SOURCES else None
     return set(map(str, value)) if isinstance(value, Mapping) else set()
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0]
 
 
 @contextmanager

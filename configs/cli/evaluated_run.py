@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.checkpoint import CONFIG_FILE, UnreadableConfigError, is_checkpoint, read_config
-from configs.cli.arguments import parsed
+from configs.cli.arguments import key_of, parsed
 from configs.load import one_line
 from configs.named_agents import NAMED_AGENTS
 from configs.validate import ConfigError
@@ -68,7 +68,7 @@ def _refuse_command_of_folder(content: Mapping[str, Any], arguments: Sequence[st
 def _decides(argument: str, key: str) -> bool:
     """Return whether an argument gives the key a value, or leaves it out. A dict that lacks the key does neither: it
     is merged with what is there."""
-    name = argument.partition("=")[0].lstrip("+~")
+    name = key_of(argument)
     if name == key or not key.startswith(f"{name}."):
         return name == key
     (override,) = parsed([argument])

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -87,7 +87,7 @@ class Help:
                     lines += ["", *self._key(key, first_sentence(doc))]
         if not lines:
             names = list(dict.fromkeys([*sections(), *GROUPS]))
-            near = _near(topic, load.key_docs() if "." in topic else names)
+            near = difflib.get_close_matches(topic, load.key_docs() if "." in topic else names, n=2)
             allowed = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
             raise ConfigError(f"--help {topic}: there is no such section, group or key; {allowed}")
         return "\n".join(lines) + "\n"
@@ -110,14 +110,9 @@ class Help:
         value: Any = OmegaConf.to_container(self.job.config, resolve=False)
         for name in key.split("."):
             value = value[name]
-        shown = value.value if isinstance(value, Enum) else json.dumps(value, ensure_ascii=False, default=_member)
-        yield f"{key} = {shown}"
+        as_json = json.dumps(value, ensure_ascii=False, default=lambda member: member.value)
+        yield f"{key} = {value.value if isinstance(value, Enum) else as_json}"
         yield from _wrapped(f"    {doc}", "    ")
-
-
-def _member(member: Enum) -> str:
-    """Return the value of a member of an enum, where it stands in a list."""
-    return member.value
 
 
 def sections() -> Mapping[str, str]:
@@ -142,12 +137,7 @@ def first_sentence(text: str) -> str:
     return text if end is None else text[: end.start() + 1]
 
 
-def _near(topic: str, names: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(topic, names, n=2, cutoff=0.6)
-
-
 def _comment(file: Path) -> str:
-    """The comment at the head of a YAML file."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return " ".join(line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line)
 

@@ -34,12 +34,6 @@ def groups() -> frozenset[str]:
     return frozenset(path.parent.name for path in Path(load.__file__).parent.glob("*/*.yaml"))
 
 
-@cache
-def choices(group: str) -> tuple[str, ...]:
-    """Return the names of a group, such as those of configs/recipe."""
-    return tuple(sorted(path.stem for path in (Path(load.__file__).parent / group).glob("*.yaml")))
-
-
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raises ConfigError for one whose key does not exist, with suggestions, that deletes a key, or that holds a
     secret, before Hydra writes it into a file."""
@@ -51,9 +45,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key == "model" and "/" in (name := _value(override)):
             raise ConfigError(f"model={name}: a model of the hub or of a folder is model=hf model.path={name}")
-        if key.startswith("hydra") or key in groups():
-            continue
-        if key.startswith(FREE):
+        if key.startswith(("hydra", *FREE)) or key in groups():
             continue
         if override.is_delete():
             raise ConfigError(f"~{key}: keys cannot be deleted; set {_instead(key)}")
@@ -61,19 +53,15 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key}={_value(override)}: is a list: {key}=[{_value(override)}]")
         if key not in load.key_docs():
             raise ConfigError(f"{key}={_value(override)}: there is no such key; {hint(key)}")
-        if load.key_docs()[key][0] in ("true", "false") and any(map(_is_other_number, _values(override))):
+        if load.key_docs()[key][0] in ("true", "false") and _has_another_number(override.value()):
             raise ConfigError(f"{key}={_value(override)}: must be true or false")
 
 
-def _values(override: Override) -> list[Any]:
-    """Return the value, or those that a sweep goes through."""
-    value: Any = override.value()
-    return list(value.list) if isinstance(value, ChoiceSweep) else [value]
-
-
-def _is_other_number(value: Any) -> bool:
-    """Return whether it is a whole number other than 0 and 1, which OmegaConf takes for true."""
-    return isinstance(value, int) and not isinstance(value, bool) and value not in (0, 1)
+def _has_another_number(value: Any) -> bool:
+    """Return whether the value, or one of those of a sweep, is a whole number other than 0 and 1, which OmegaConf takes
+    for true."""
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    return any(isinstance(each, int) and each not in (0, 1) for each in values)
 
 
 def hint(key: str) -> str:

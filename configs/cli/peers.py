@@ -5,31 +5,25 @@ users know them. They are the rows of peers.tsv, with blanks between the names o
 """
 
 import csv
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalent:
-    """Example: Equivalent(here="algorithm.group_size", trl=("num_generations",))"""
+    """Example: Equivalent(here="algorithm.group_size", named={"verl": (), "trl": ("num_generations",), ...})"""
 
     here: str
     """Our key, with its value where the other has a name for the value; or what we do instead, as a sentence."""
-    verl: tuple[str, ...] = ()
-    skyrl: tuple[str, ...] = ()
-    prime_rl: tuple[str, ...] = ()
-    areal: tuple[str, ...] = ()
-    openrlhf: tuple[str, ...] = ()
-    trl: tuple[str, ...] = ()
-    differs: str = ""
+    named: Mapping[str, tuple[str, ...]]
+    """Its names in each of FRAMEWORKS."""
+    differs: str
     """The difference in meaning, where there is one."""
 
     @property
     def is_sentence(self) -> bool:
         return " " in self.here
-
-    def named(self, framework: str) -> tuple[str, ...]:
-        return getattr(self, framework)
 
 
 FRAMEWORKS = {
@@ -42,17 +36,15 @@ FRAMEWORKS = {
 }
 
 
-def _rows() -> tuple[Equivalent, ...]:
-    """Read peers.tsv, whose columns are the fields of `Equivalent`."""
+def _rows() -> Iterator[Equivalent]:
+    """Read peers.tsv, whose columns are `here`, the FRAMEWORKS and `differs`."""
     with Path(__file__).with_suffix(".tsv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return tuple(
-        Equivalent(here=row["here"], differs=row["differs"], **{name: tuple(row[name].split()) for name in FRAMEWORKS})
-        for row in rows
-    )
+        for row in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE):
+            named = {framework: tuple(row[framework].split()) for framework in FRAMEWORKS}
+            yield Equivalent(here=row["here"], named=named, differs=row["differs"])
 
 
-EQUIVALENTS = _rows()
+EQUIVALENTS = tuple(_rows())
 
 
 def equivalents(key: str) -> list[tuple[Equivalent, str, str]]:
@@ -63,7 +55,7 @@ def equivalents(key: str) -> list[tuple[Equivalent, str, str]]:
         (equivalent, shown, theirs)
         for equivalent in EQUIVALENTS
         for framework, shown in FRAMEWORKS.items()
-        for theirs in equivalent.named(framework)
+        for theirs in equivalent.named[framework]
     ]
     exact = [match for match in named if match[2] == key]
     if exact:

@@ -16,7 +16,8 @@ import numpy as np
 from configs.cli.arguments import quoted
 from configs.cli.compose import ComposedJob, beside_another_hydra, compose_job, folder, refuse_new_folder
 from configs.cli.evaluated_run import expand_folder
-from configs.cli.overrides import check_overrides, choices
+from configs.cli.help import list_options
+from configs.cli.overrides import check_overrides
 from configs.serve import ADDRESS_FILE
 from configs.validate import ConfigError
 from rollout.actors.packed import CarriedError
@@ -194,10 +195,10 @@ def _model(model: str | PathLike[str] | Mapping[str, Any] | None) -> list[str]:
             return []
         case Mapping():
             return words({"model": model})
-        case str() if model in choices("model"):
+        case str() if model in list_options("model"):
             return [f"model={model}"]
         case str() if "/" not in model and not Path(model).is_dir():
-            named = ", ".join(choices("model"))
+            named = ", ".join(list_options("model"))
             raise ConfigError(f"model={model}: must be {named}, a hub name (OWNER/NAME) or a folder, which is not here")
     return ["model=hf", f"model.path={quoted(str(model))}"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 from configs.checkpoint import CHECKPOINTS
-from configs.cli.arguments import override
+from configs.cli.arguments import key_of, override
 from trainer.checkpoint.store import CheckpointStore
 
 SERVED = {"data", "rollout", "sessions", "ray", "serve", "recipe", "device", "gpu_share"}
@@ -19,7 +19,7 @@ SERVED = {"data", "rollout", "sessions", "ray", "serve", "recipe", "device", "gp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The command line of a run, and where it was line.
+    """The command line of a run, and where it was typed.
 
     Example:
         line = CommandLine.of(run_dir)
@@ -65,12 +65,12 @@ class CommandLine:
 
     def again(self, *more: str) -> str:
         """The same command with other words at its end, which replace those of the same keys."""
-        replaced = {"resume", *map(_key, more)}
-        return self.to(self.command, *(word for word in self.overrides if _key(word) not in replaced), *more)
+        replaced = {"resume", *map(key_of, more)}
+        return self.to(self.command, *(word for word in self.overrides if key_of(word) not in replaced), *more)
 
     def serve(self) -> str:
         """The command that serves what was trained."""
-        kept = (word for word in self.overrides if _key(word).partition(".")[0] in SERVED)
+        kept = (word for word in self.overrides if key_of(word).partition(".")[0] in SERVED)
         path = override("model.path", self.shown(self.run_dir))
         return self.to("serve", *kept, "model=hf", f"sizes={self.sizes}", path)
 
@@ -94,7 +94,7 @@ def ending(summary: dict[str, Any], line: CommandLine, offline_project: str | No
 def supervised_ending(summary: dict[str, Any], line: CommandLine) -> str:
     """Return the words at the end of a supervised run that reached its last step."""
     checkpoint = CheckpointStore(line.run_dir / CHECKPOINTS).newest_saved()
-    kept = [word for word in line.overrides if _key(word) in ("recipe", "device", "gpu_share")]
+    kept = [word for word in line.overrides if key_of(word) in ("recipe", "device", "gpu_share")]
     chosen = [*kept, "model=hf", f"sizes={line.sizes}", override("model.path", line.shown(line.run_dir))]
     rows = {} if checkpoint is None else {**_uses(line), "then RL": line.to("train", *chosen)}
     before, after = summary["val_loss_before"], summary["val_loss_after"]
@@ -129,7 +129,3 @@ def stopped(line: CommandLine) -> str:
         return f"{head}\nto go on from step {int(checkpoint.name.removeprefix('step_'))}:\n  {in_place}"
     again = in_place if line.names_folder or "resume=auto" in line.overrides else line.to(line.command, *line.overrides)
     return f"{head}\nno checkpoint was saved yet; to start again:\n  {again}"
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")

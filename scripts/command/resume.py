@@ -63,7 +63,6 @@ class Resumed:
 
 def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]) -> Checkpoint | None:
     """Return the checkpoint that the key `resume` asks for, or None to start from the beginning. Report damaged ones.
-    Raise ConfigError if there is none to resume from, or if choosing one would pass over another that may be good.
 
     Raises ConfigError if there is none to take, or if taking one would pass over another that may be good.
     """

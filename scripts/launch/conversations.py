@@ -141,7 +141,7 @@ def _limit(config: Config) -> tuple[int, str]:
     """Return the most tokens of a conversation, and the key that says so."""
     if config.sft.max_tokens is not None:
         return config.sft.max_tokens, f"sft.max_tokens={config.sft.max_tokens}"
-    limit = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    limit = config.context_tokens
     return limit, f"data.max_prompt_tokens + rollout.max_response_tokens = {limit}"
 
 

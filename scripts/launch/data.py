@@ -9,11 +9,12 @@ from configs.mixture import sources_of
 from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.agents.encoding import PromptError
+from rollout.agents.loop import is_harness
 from rollout.agents.worker_group import AgentWorkerGroup
 from rollout.curriculum.levels import ColumnError, levels_of
 from rollout.data import rows
 from rollout.data.sources import DataError
-from rollout.environments.search.world import Question, World
+from rollout.environments.search.world import World
 from rollout.mixture import joined
 from rollout.prompts import Row
 from rollout.types import Prompt
@@ -138,21 +139,15 @@ def _rows(config: Config, entries: str | None, part: int) -> list[Row]:
     """Return the rows of the files, or of one of the two parts of the generated problems."""
     data = config.data
     if entries is not None:
-        tools = "tools" if data.chat_template or not _has_agent(config) else None
+        # Where an agent makes its own requests, a row's tools are a column like any other.
+        has_agent = is_harness(config) or config.rollout.agent_loop not in BUILT_IN_AGENT_LOOPS
+        tools = "tools" if data.chat_template or not has_agent else None
         columns = rows.Columns(prompt=data.prompt_key, answer=data.answer_key, tools=tools)
         return rows.load_rows(entries, columns, data.loader, data.loader_args)
     if data.generated is Generated.search_world:
-        return [_world_row(question) for question in world_questions(config, World())[part]]
+        return [  # each number of hops is a data source, which is evaluated by itself
+            Row(question=question.text, ground_truth=question.answer, data_source=f"{question.hops}_hop")
+            for question in world_questions(config, World())[part]
+        ]
     problems = generated_problems(config)[part]
     return [Row(question=problem.question, ground_truth=rows.final_answer(problem.answer)) for problem in problems]
-
-
-def _has_agent(config: Config) -> bool:
-    """Return whether an agent makes its own requests, for which a row's tools are a column like any other."""
-    rollout = config.rollout
-    return (rollout.agent or rollout.agent_command) is not None or rollout.agent_loop not in BUILT_IN_AGENT_LOOPS
-
-
-def _world_row(question: Question) -> Row:
-    """Return the row of a question. Each number of hops is a data source, which is evaluated by itself."""
-    return Row(question=question.text, ground_truth=question.answer, data_source=f"{question.hops}_hop")

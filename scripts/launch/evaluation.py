@@ -86,17 +86,12 @@ def _what_is_asked(config: Config) -> dict[str, Any]:
     """Return the held-out set and the reward, or those of each source of data.sources."""
     every = {
         source.name: {
-            "val_files": source.config.data.val_files or _held_out_part(source.config),
+            "val_files": source.config.data.val_files or source.config.data.held_out_part,
             "reward": source.config.rollout.reward,
         }
         for source in sources_of(config)
     }
     return {"sources": every} if config.data.sources else every[""]
-
-
-def _held_out_part(config: Config) -> str | None:
-    share = config.data.val_share
-    return None if share is None else f"{share:g} of {config.data.train_files}"
 
 
 def powers_of_two(limit: int) -> list[int]:

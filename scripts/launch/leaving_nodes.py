@@ -7,7 +7,6 @@ preempted. Nothing new is placed there from then on, and what runs there goes on
 import asyncio
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import ray
 
@@ -28,41 +27,33 @@ def leaving_nodes() -> Collection[str]:
     return ray._private.state.state.get_draining_nodes()  # pyright: ignore
 
 
-@dataclass(kw_only=True)
-class LeavingNodes:
-    """Gives each replica on such a machine a replacement, and drains it.
-
-    Example: replica-1 runs on a machine with a notice -> fleet.want_successor and operator.drain("replica-1")
-    """
-
-    operator: FleetOperator
-
-    async def run(self) -> None:
-        """Look until cancelled."""
-        head = ray.get_runtime_context().gcs_address
-        while True:
-            await asyncio.sleep(LOOK_S)
-            if not await answers(head):
-                continue  # a question would be open for a minute, which is longer than the run has to end
-            try:
-                leaving = await asyncio.to_thread(leaving_nodes)
-            except Exception as error:  # the head does not answer, of which the run ends if it lasts
-                logger.warning("which machines are about to leave the cluster is not known: %r", error)
-                continue
-            for replica in list(self.operator.fleet.replicas.values()):
-                handle = replica.handle
-                if isinstance(handle, ReplicaHandle) and handle.place and handle.place.node_id in leaving:
-                    await self.take_off(replica)
-
-    async def take_off(self, replica: Replica) -> None:
-        """Ask for the replacement once, and drain the replica as soon as enough others serve."""
-        if replica.state not in (ReplicaState.READY, ReplicaState.STALE):
-            return
-        if replica.successor is None:
-            name = self.operator.fleet.want_successor(replica.name)
-            text = f"{replica.name} to be replaced by {name}: {replica.node} is about to leave the cluster"
-            self.operator.fleet.report(FleetEvent(FleetEventKind.STARTING, name, text))
+async def watch_leaving_nodes(operator: FleetOperator) -> None:
+    """Give each replica on such a machine a replacement, and drain it. Look until cancelled."""
+    head = ray.get_runtime_context().gcs_address
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if not await answers(head):
+            continue  # a question would be open for a minute, which is longer than the run has to end
         try:
-            await self.operator.drain(replica.name)
-        except FleetRefusalError as refusal:  # too few would be left: again when its replacement serves
-            logger.info("%s", refusal)
+            leaving = await asyncio.to_thread(leaving_nodes)
+        except Exception as error:  # the head does not answer, of which the run ends if it lasts
+            logger.warning("which machines are about to leave the cluster is not known: %r", error)
+            continue
+        for replica in list(operator.fleet.replicas.values()):
+            handle = replica.handle
+            if isinstance(handle, ReplicaHandle) and handle.place and handle.place.node_id in leaving:
+                await take_off(operator, replica)
+
+
+async def take_off(operator: FleetOperator, replica: Replica) -> None:
+    """Ask for the replacement once, and drain the replica as soon as enough others serve."""
+    if replica.state not in (ReplicaState.READY, ReplicaState.STALE):
+        return
+    if replica.successor is None:
+        name = operator.fleet.want_successor(replica.name)
+        text = f"{replica.name} to be replaced by {name}: {replica.node} is about to leave the cluster"
+        operator.fleet.report(FleetEvent(FleetEventKind.STARTING, name, text))
+    try:
+        await operator.drain(replica.name)
+    except FleetRefusalError as refusal:  # too few would be left: again when its replacement serves
+        logger.info("%s", refusal)

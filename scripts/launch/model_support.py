@@ -4,7 +4,6 @@ transformers is read and not imported, which takes seconds.
 """
 
 import ast
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 
 from configs.checkpoint import is_checkpoint
 from configs.checks.problem import Problem
+from configs.installed import parsed_source
 from configs.model import LoraServing
 from configs.schema import Config, ModelKind
 from configs.validate import ConfigError
@@ -180,11 +180,7 @@ def _model_config(key: str, path: str) -> Mapping[str, Any] | None:
 def causal_types() -> frozenset[str]:
     """Return the values of `model_type` for which the installed transformers has a causal language model; none where
     its source reads otherwise than expected."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
-        return frozenset()
-    source = Path(found.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
-    for node in ast.parse(source.read_text("utf-8")).body if source.is_file() else ():
+    for node in parsed_source("transformers", "models", "auto", "modeling_auto.py") or ():
         match node:
             case ast.Assign(
                 targets=[ast.Name("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")], value=ast.Call(args=[ast.List() as pairs])

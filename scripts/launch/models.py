@@ -50,12 +50,12 @@ WARMUP_THREADS = 2
 
 
 def engine_spec(config: Config, device: str, model_path: str) -> EngineSpec:
-    rollout, longest = config.rollout, longest_source(config)
+    rollout = config.rollout
     return EngineSpec(
         model_path=model_path,
         device=device,
         dtype=rollout.dtype.value,
-        max_model_len=longest.data.max_prompt_tokens + longest.rollout.max_response_tokens,
+        max_model_len=longest_source(config).context_tokens,
         max_position_embeddings=config.model.max_position_embeddings,
         max_num_seqs=rollout.max_num_seqs,
         kv_cache_bytes=None if rollout.kv_cache_mb is None else rollout.kv_cache_mb * 2**20,
@@ -249,9 +249,8 @@ def _demonstrations(config: Config) -> "list[Demonstration]":
     """Return the answers that the tiny model is warmed up on: data.demonstrations, or right answers and then sloppy
     ones."""
     batch_size = _warmup_spec(config).batch_size
-    if config.data.sources:
-        return _mixed_demonstrations(config, config.model.warmup_steps * batch_size, batch_size)
-    return _demonstrations_of(config, config.model.warmup_steps * batch_size, batch_size)
+    make = _mixed_demonstrations if config.data.sources else _demonstrations_of
+    return make(config, config.model.warmup_steps * batch_size, batch_size)
 
 
 def _mixed_demonstrations(config: Config, count: int, batch_size: int) -> "list[Demonstration]":

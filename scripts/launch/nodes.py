@@ -224,19 +224,6 @@ def name_of(node: Node) -> str:
 # -- what is looked for, and what differs ------------------------------------------------------------------------------
 
 
-def _own_code(config: Config) -> dict[str, str | None]:
-    """Return the keys that may name a user's code, of each source of data.sources."""
-    return {
-        f"data.sources.{source.name}.rollout.{key}" if source.name else f"rollout.{key}": value
-        for source in sources_of(config)
-        for key, value in (
-            ("reward", source.config.rollout.reward),
-            ("agent", source.config.rollout.agent),
-            ("agent_loop", source.config.rollout.agent_loop),
-        )
-    }
-
-
 def make_question(config: Config, run_dir: Path) -> Question:
     secret, directory = secrets.token_hex(8), config.weight_sync.directory
     shared = {"hydra.run.dir": run_dir} | ({} if directory is None else {"weight_sync.directory": Path(directory)})
@@ -246,10 +233,10 @@ def make_question(config: Config, run_dir: Path) -> Question:
         "rollout.speculative.model": config.rollout.speculative.model,
         "teacher.path": config.teacher.path,
     }
-    texts = {
-        **_own_code(config),
-        "algorithm.loss": config.algorithm.loss,
-    }
+    texts: dict[str, str | None] = {"algorithm.loss": config.algorithm.loss}  # which may name a user's code
+    for source in sources_of(config):
+        section = f"data.sources.{source.name}.rollout" if source.name else "rollout"
+        texts |= {f"{section}.{key}": getattr(source.config.rollout, key) for key in ("reward", "agent", "agent_loop")}
     paths = filter(None, [config.model.path, config.teacher.path])
     makes_models = config.model.kind is ModelKind.tiny or any(is_checkpoint(Path(path).expanduser()) for path in paths)
     modules = [(f"{key}={text}", module) for key, text in texts.items() for module in MODULE.findall(text or "")]

@@ -156,11 +156,12 @@ class Placement:
 
     def remove(self) -> None:
         """Give everything back. Groups also end by themselves with the driver's connection to Ray."""
-        for group in self._groups():
+        for group, _ in self._every():
             remove_placement_group(group)
 
-    def _groups(self) -> list[PlacementGroup]:
-        return [*([] if self.trainer is None else [self.trainer]), *(group for group, _ in self._reserved)]
+    def _every(self) -> list[tuple[PlacementGroup, Resources]]:
+        """Return all reservations, each with what a bundle of it has."""
+        return [*([] if self.trainer is None else [(self.trainer, self._rank)]), *self._reserved]
 
     async def _reserve_trainer(self) -> None:
         strategy = "STRICT_PACK" if self._is_on_one_machine else "PACK"
@@ -186,8 +187,7 @@ class Placement:
         """Return the nodes that are alive."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_replicas: Counter[str] = Counter()
-        trainer = [] if self.trainer is None else [(self.trainer, self._rank)]
-        for group, bundle in [*trainer, *self._reserved]:
+        for group, bundle in self._every():
             for node_id in node_ids(group):
                 held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
                 num_replicas[node_id] += group != self.trainer

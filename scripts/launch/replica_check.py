@@ -98,11 +98,14 @@ class ReplicaCheck:
         """
         self._first = global_steps
         names = self._serving(global_steps) if self._is_on else []
-        answers = await asyncio.gather(*map(self._sampled, names))
+        prompt_ids = self.prompt.token_ids[: max(1, self._max_tokens - NUM_TOKENS)]  # leaves room for the tokens
+        num_tokens = min(NUM_TOKENS, self._max_tokens - len(prompt_ids))
+        answers = await asyncio.gather(*(self._ask(name, [prompt_ids], num_tokens) for name in names))
         trajectories = tuple(
-            _trajectory(name, self._prompt_ids, completion)
-            for name, completion in zip(names, answers, strict=True)
-            if completion is not None and completion.num_tokens
+            _trajectory(name, prompt_ids, completion)
+            for name, completions in zip(names, answers, strict=True)
+            for completion in completions or ()
+            if completion.num_tokens
         )
         if not trajectories:
             return
@@ -117,22 +120,9 @@ class ReplicaCheck:
             self.report(f"{gap.replica} computes the trainer's logprobs: {apart}")
         await self.ask(global_steps)  # which also leaves the text in the prefix cache, under this version
 
-    async def _sampled(self, name: str) -> Completion | None:
-        """Return the completion that the replica samples after the prompt; None if the replica is lost, or does not
-        answer in time."""
-        prompt_ids = self._prompt_ids
-        answers = await self._ask(name, [prompt_ids], min(NUM_TOKENS, self._max_tokens - len(prompt_ids)))
-        return None if answers is None else answers[0]
-
-    @property
-    def _prompt_ids(self) -> tuple[int, ...]:
-        """Return as much of the prompt as leaves room for the tokens."""
-        return self.prompt.token_ids[: max(1, self._max_tokens - NUM_TOKENS)]
-
     @property
     def _max_tokens(self) -> int:
-        longest = longest_source(self.config)
-        return longest.data.max_prompt_tokens + longest.rollout.max_response_tokens
+        return longest_source(self.config).context_tokens
 
     # -- after updates -------------------------------------------------------------------------------------------------
 
@@ -194,8 +184,11 @@ class ReplicaCheck:
             return None
         self._undecided.discard(name)
         self._compared.add(name)
-        if may_judge_cache:
-            self._refuse_old_prefix(name, completions[0], global_steps)
+        if may_judge_cache and (cached := completions[0].cached_tokens):
+            raise StalePrefixError(
+                f"{name} has taken {cached} tokens from its prefix cache in version {global_steps}, "
+                "and nobody has computed them in that version: they are of older weights"
+            )
         own = [logprobs[place, each.token_ids[0]] for place, each in enumerate(completions[::-1])]
         apart = np.abs(np.array(own) - np.array([each.logprobs[0] for each in completions[::-1]]))
         return ReplicaGap(name, len(apart), float(apart.mean()), float(apart.max()))
@@ -207,13 +200,6 @@ class ReplicaCheck:
         first = await self._ask(name, [text[:longest]], 1)
         rest = None if first is None else await self._ask(name, [text[:place] for place in reversed(others)], 1)
         return None if first is None or rest is None else [*first, *rest]
-
-    def _refuse_old_prefix(self, name: str, completion: Completion, global_steps: int) -> None:
-        if completion.cached_tokens:
-            raise StalePrefixError(
-                f"{name} has taken {completion.cached_tokens} tokens from its prefix cache in version {global_steps}, "
-                "and nobody has computed them in that version: they are of older weights"
-            )
 
     def _suspects(self, global_steps: int) -> str:
         """Name the tensors that may be the cause."""

@@ -30,7 +30,7 @@ from scripts.launch.conversations import load_all
 from scripts.launch.data import load_sources
 from scripts.launch.driver import make_evaluator, make_rollouter
 from scripts.launch.head import Head
-from scripts.launch.leaving_nodes import LeavingNodes
+from scripts.launch.leaving_nodes import watch_leaving_nodes
 from scripts.launch.nodes import release_elsewhere
 from scripts.launch.replica_check import ReplicaCheck
 from scripts.launch.start import StartedRun, Starter, owner, run_started
@@ -169,7 +169,7 @@ class Training:
             background += [started.teacher.monitor.run(), started.teacher.operator.run()]
         if self.config.ray.address is not None:
             operators = [started.operator] if started.teacher is None else [started.operator, started.teacher.operator]
-            background += [LeavingNodes(operator=operator).run() for operator in operators]
+            background += map(watch_leaving_nodes, operators)
         await run_with_background(self._train(), background=background)
         return self.recorder.write_summary(await self._summary())
 

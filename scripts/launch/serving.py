@@ -1,9 +1,8 @@
-"""Starts what `scripts.serve` needs: replicas that each serve HTTP, and the gateway in front of them."""
+"""Starts what `scripts.serve` needs: replicas that each serve HTTP, and the gateway in front of them, with sessions."""
 
 import asyncio
 import logging
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.checkpoint import INITIAL_MODEL
+from configs.rollout import Speculation
 from configs.runtime.deadline import within
 from configs.schema import Config
 from configs.serve import ADDRESS_FILE
+from rollout.agents.worker_group import load_tokenizer
 from rollout.events.driver import DriverEvents, reporting
-from rollout.events.kinds import Report
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.http.access import Access
@@ -25,13 +25,16 @@ from rollout.http.server import listen, listener_url, served
 from rollout.http.token import Token, usage
 from rollout.replica.replica_group import ReplicaHandle
 from rollout.sessions.app import SessionGateway, SessionGatewayAccess, session_app
+from rollout.sessions.archive import SessionArchive, SessionRecord
+from rollout.sessions.budget import make_limits
+from rollout.sessions.codec import ChatCodec, make_codec
+from rollout.sessions.routing import Replicas, Route
 from scripts.launch.cluster import cluster, set_up_in
-from scripts.launch.driver import make_monitor
+from scripts.launch.driver import make_monitor, training_sampling
 from scripts.launch.models import boot_model, chat_template, engine_spec, policy_model
 from scripts.launch.nodes import check_nodes
 from scripts.launch.placement import reserve
 from scripts.launch.replicas import ReplicaStarter
-from scripts.launch.sessions import recorded_sessions, session_usage, session_words
 from trainer.tracking.console import Console, PlainConsole
 from trainer.tracking.events.writer import EventWriter
 from trainer.tracking.sinks import FailedWrites, write_atomically
@@ -39,6 +42,7 @@ from trainer.tracking.sinks import FailedWrites, write_atomically
 UNBOUNDED = sys.maxsize
 """The most requests per replica: the gateway holds none back, so they wait at a replica, where pause and abort reach
 them."""
+SESSIONS_FOLDER = "sessions"
 
 
 async def serve_model(config: Config, device: str, run_dir: Path, token: Token | None) -> None:
@@ -47,47 +51,34 @@ async def serve_model(config: Config, device: str, run_dir: Path, token: Token |
     logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
     console = PlainConsole(0, sys.stdout)
     console.stage("starting Ray")
-    failed = FailedWrites(console.message)
-    with EventWriter(run_dir=run_dir, failed=failed) as writer:
+    with EventWriter(run_dir=run_dir, failed=FailedWrites(console.message)) as writer:
         report = reporting(DriverEvents(writer.put, is_on=False), console.message)
-        await _serve(config, device, run_dir, token, listener=listener, console=console, report=report)
-
-
-async def _serve(
-    config: Config,
-    device: str,
-    run_dir: Path,
-    token: Token | None,
-    *,
-    listener: socket.socket,
-    console: Console,
-    report: Report,
-) -> None:
-    async with cluster(config, device), upstream_client(token, config.serve.route_timeout_s) as client:
-        model_path, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
-        async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
-            urls, words = await asyncio.gather(replica_urls(config, token, replicas), session_words(config, model_path))
-        fleet = ReplicaFleet(
-            replicas,
-            UNBOUNDED,
-            config.rollout.min_replicas,
-            report,
-            serving=0,
-            answer_timeout_s=config.rollout.answer_timeout_s,
-        )
-        control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
-        proxy = Proxy(client, fleet.router, urls, config.serve.route_timeout_s)
-        sessions = recorded_sessions(config, words, fleet, replicas, run_dir)
-        app = SessionGateway(session_app(sessions), gateway_app(control, proxy))
-        access = SessionGatewayAccess.of(config.serve, token, on_loopback=config.serve.is_loopback)
-        async with served(app, listener, config.serve, access), sessions.watched():
-            for name, url in urls.items():
-                console.message(f"{name}: {url}")
-            console.message(usage(token, config.serve, run_dir))
-            console.message(session_usage(words, listener_url(listener), run_dir))
-            console.message(f"serving at {listener_url(listener)} until Ctrl-C; logs are in {run_dir}")
-            with _address_file(run_dir, listener_url(listener)):
-                await make_monitor(config, fleet).run()
+        async with cluster(config, device), upstream_client(token, config.serve.route_timeout_s) as client:
+            model_path, replicas = await start_replicas(config, device, run_dir, console, log_stats=True)
+            async with within(config.rollout.start_timeout_s, "rollout.start_timeout_s", "serving from replicas"):
+                loading = asyncio.to_thread(session_words, config, model_path)
+                urls, words = await asyncio.gather(replica_urls(config, token, replicas), loading)
+            fleet = ReplicaFleet(
+                replicas,
+                UNBOUNDED,
+                config.rollout.min_replicas,
+                report,
+                serving=0,
+                answer_timeout_s=config.rollout.answer_timeout_s,
+            )
+            control = FleetControl(fleet, config.weight_sync.pause_timeout_s)
+            proxy = Proxy(client, fleet.router, urls, config.serve.route_timeout_s)
+            sessions = recorded_sessions(config, words, fleet, replicas, run_dir)
+            app = SessionGateway(session_app(sessions), gateway_app(control, proxy))
+            access = SessionGatewayAccess.of(config.serve, token, on_loopback=config.serve.is_loopback)
+            async with served(app, listener, config.serve, access), sessions.watched():
+                for name, url in urls.items():
+                    console.message(f"{name}: {url}")
+                console.message(usage(token, config.serve, run_dir))
+                console.message(session_usage(words, listener_url(listener), run_dir))
+                console.message(f"serving at {listener_url(listener)} until Ctrl-C; logs are in {run_dir}")
+                with _address_file(run_dir, listener_url(listener)):
+                    await make_monitor(config, fleet).run()
 
 
 @contextmanager
@@ -98,6 +89,49 @@ def _address_file(run_dir: Path, url: str) -> Iterator[None]:
         yield
     finally:
         (run_dir / ADDRESS_FILE).unlink(missing_ok=True)
+
+
+def session_words(config: Config, model_path: str) -> ChatCodec | str:
+    """Return what makes tokens of messages; a text says why nothing can. Takes seconds, because it loads
+    transformers."""
+    tokenizer = load_tokenizer(model_path)
+    if (template := chat_template(config)) is not None:
+        tokenizer.chat_template = template
+    try:
+        return make_codec(config.sessions, tokenizer)
+    except ValueError as error:
+        return str(error)
+
+
+def recorded_sessions(
+    config: Config, words: ChatCodec | str, fleet: ReplicaFleet, replicas: Sequence[ReplicaHandle], run_dir: Path
+) -> SessionArchive:
+    def write(record: SessionRecord) -> None:
+        write_atomically(run_dir / SESSIONS_FOLDER / f"{record.id}.json", record.to_json())
+
+    routes = Replicas(
+        router=fleet.router,
+        progress=fleet.progress,
+        generate={replica.name: replica.client for replica in replicas},
+        route_timeout_s=config.serve.route_timeout_s,
+    )
+    return SessionArchive(
+        codec=words,
+        limits=make_limits(config),
+        sampling=training_sampling(config),
+        model=config.model.path or "policy",
+        route=lambda: Route(routes),
+        max_open=config.sessions.max_open,
+        write=write,
+        is_drafted=config.rollout.speculative.method is not Speculation.none,
+    )
+
+
+def session_usage(words: ChatCodec | str, url: str, run_dir: Path) -> str:
+    """Return how sessions are opened and where they are kept, for the console."""
+    if isinstance(words, str):
+        return f"no sessions: {words}"
+    return f"POST {url}/sessions opens a session, which is recorded in {run_dir / SESSIONS_FOLDER} when it ends"
 
 
 async def replica_urls(config: Config, token: Token | None, replicas: Sequence[ReplicaHandle]) -> dict[str, str]:

@@ -93,12 +93,12 @@ async def _score_on(replica: Replica, sequences: Sequence[IntArray]) -> list[Flo
 
 def teacher_spec(config: Config, device: str, path: str) -> EngineSpec:
     """Return the spec of an engine that only scores. It generates nothing, so nothing is compiled for it."""
-    teacher, longest = config.teacher, longest_source(config)
+    teacher = config.teacher
     return EngineSpec(
         model_path=path,
         device=device,
         dtype=teacher.dtype.value,
-        max_model_len=longest.data.max_prompt_tokens + longest.rollout.max_response_tokens + 1,  # vLLM samples a token
+        max_model_len=longest_source(config).context_tokens + 1,  # vLLM samples a token
         max_position_embeddings=teacher.max_position_embeddings,
         max_num_seqs=teacher.max_num_seqs,
         kv_cache_bytes=None if teacher.kv_cache_mb is None else teacher.kv_cache_mb * 2**20,

@@ -89,7 +89,8 @@ class Translation:
 def translate(source: Source, rules: Rules) -> Translation:
     """Return our keys for all settings of a source."""
     own = {setting.key: setting.value for setting in source.settings}
-    defaults = {key: value for key, value in rules.defaults.items() if own.keys().isdisjoint(_names(key, rules))}
+    silent = [key for key in rules.defaults if own.keys().isdisjoint((key, *rules.other_names.get(key, ())))]
+    defaults = {key: rules.defaults[key] for key in silent}
     theirs: dict[str, Any] = {**defaults, **own}
     overrides: dict[str, Any] = dict(rules.always)
     told: list[Told] = []
@@ -104,10 +105,6 @@ def translate(source: Source, rules: Rules) -> Translation:
             case Covered():
                 pass
     return Translation(overrides=overrides, told=tuple(told), to_do=tuple(_fill_gaps(overrides)))
-
-
-def _names(key: str, rules: Rules) -> tuple[str, ...]:
-    return (key, *rules.other_names.get(key, ()))
 
 
 def _origin(key: str, own: Theirs, source: Source) -> str:
@@ -154,7 +151,7 @@ def _answer(setting: Setting, theirs: Theirs, framework: str, rules: Rules) -> A
 
 
 def _equivalent(key: str, framework: str) -> Equivalent | None:
-    return next((equivalent for equivalent in EQUIVALENTS if key in equivalent.named(framework)), None)
+    return next((equivalent for equivalent in EQUIVALENTS if key in equivalent.named[framework]), None)
 
 
 def _named(key: str, framework: str) -> str:
@@ -204,6 +201,16 @@ def only_if(switch: str, rule: Rule, default: bool = False, *, is_on: Any = None
 
 def covered(value: Any, theirs: Theirs) -> Answer:
     return Covered()
+
+
+def covered_if(is_so: Callable[[Any], object], why: str) -> Rule:
+    """Return a rule for values of which some say what is the case here, and the others have no counterpart."""
+    return lambda value, theirs: Covered() if is_so(value) else Nothing(why)
+
+
+def only(value: Any, why: str) -> Rule:
+    """Return a rule for a choice that is made here: this value."""
+    return covered_if(lambda theirs: theirs == value, why)
 
 
 def epochs(*steps: str) -> Rule:

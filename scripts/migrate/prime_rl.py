@@ -14,6 +14,7 @@ from scripts.migrate.counterparts import (
     covered,
     number,
     on_or_off,
+    only,
     renamed,
     under_the_name,
 )
@@ -128,9 +129,7 @@ RULES = Rules(
         "trainer.scheduler.min_lr": _min_lr,
         "trainer.scheduler.type": _schedule,
         "trainer.scheduler.warmup_steps": covered,
-        "trainer.optim.type": lambda value, _: (
-            Covered() if value == "adamw" else Nothing("AdamW is the only optimizer")
-        ),
+        "trainer.optim.type": only("adamw", "AdamW is the only optimizer"),
         "trainer.loss.type": _loss,
         "max_steps": lambda value, _: (
             Here({"trainer.total_steps": int(value)}) if value else Nothing("it does not end: set trainer.total_steps")

@@ -48,7 +48,7 @@ class Source:
     """The content of a script or file."""
 
     framework: str
-    """A field of `configs.cli.peers.Equivalent`, such as "prime_rl"."""
+    """One of FRAMEWORKS of `configs.cli.peers`, such as "prime_rl"."""
     settings: tuple[Setting, ...]
 
 

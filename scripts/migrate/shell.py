@@ -272,12 +272,10 @@ def options_of(command: list[str]) -> list[Setting]:
         if not word.startswith("--"):
             continue
         key, equals, value = word[2:].partition("=")
-        values = [value] if equals else list(_values(command[position + 1 :]))
-        if len(values) < 2:
-            settings.append(_setting(key, *(values or ["true"])))
-        else:
-            settings.append(Setting(key.replace("-", "_"), [_value(each) for each in values]))
-    return [Setting(setting.key.replace("-", "_"), setting.value) for setting in settings]
+        texts = [value] if equals else list(_values(command[position + 1 :])) or ["true"]
+        values = [_value(text) for text in texts]
+        settings.append(Setting(key.replace("-", "_"), values if len(values) > 1 else values[0]))
+    return settings
 
 
 def _values(words: list[str]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The rules of SkyRL."""
 
+from operator import not_
 from typing import Any
 
 from scripts.migrate.counterparts import (
@@ -12,12 +13,14 @@ from scripts.migrate.counterparts import (
     Rules,
     Theirs,
     covered,
+    covered_if,
     epochs,
     files,
     halves,
     never_is_zero,
     number,
     on_or_off,
+    only,
     only_if,
     parts,
     renamed,
@@ -128,9 +131,7 @@ RULES = Rules(
         f"{ALGORITHM}.kl_loss_coef": only_if(
             f"{ALGORITHM}.use_kl_loss", under_the_name("algorithm.kl_loss_coef"), default=True
         ),
-        f"{ALGORITHM}.use_kl_in_reward": lambda value, _: (
-            Nothing("set algorithm.kl_reward_coef to the coefficient") if value else Covered()
-        ),
+        f"{ALGORITHM}.use_kl_in_reward": covered_if(not_, "set algorithm.kl_reward_coef to the coefficient"),
         f"{ALGORITHM}.use_entropy_loss": covered,
         f"{ALGORITHM}.entropy_loss_coef": only_if(
             f"{ALGORITHM}.use_entropy_loss", under_the_name("algorithm.entropy_coef")
@@ -144,17 +145,14 @@ RULES = Rules(
         f"{ALGORITHM}.use_tis": on_or_off("algorithm.correction", "token_is", "none", ""),
         f"{POLICY}.model.lora.rank": lambda value, _: Here({"model.lora.rank": value}) if value else Covered(),
         f"{POLICY}.model.lora.alpha": only_if(f"{POLICY}.model.lora.rank", under_the_name("model.lora.alpha")),
-        "trainer.strategy": lambda value, _: Covered() if "fsdp" in str(value) else Nothing("FSDP2 is the only one"),
-        "trainer.placement.colocate_all": lambda value, _: (
-            Nothing("engine and trainer have GPUs of their own, or share one by gpu_share") if value else Covered()
+        "trainer.strategy": covered_if(lambda value: "fsdp" in str(value), "FSDP2 is the only one"),
+        "trainer.placement.colocate_all": covered_if(
+            not_, "engine and trainer have GPUs of their own, or share one by gpu_share"
         ),
         "trainer.placement.policy_num_gpus_per_node": _gpus,
         "trainer.placement.policy_num_nodes": covered,
         **{f"{section}.{name}": _engines for section in ENGINES for name in ("num_engines", "num_inference_engines")},
-        **{
-            f"{section}.backend": lambda value, _: Covered() if value == "vllm" else Nothing("vLLM is the only engine")
-            for section in ENGINES
-        },
+        **{f"{section}.backend": only("vllm", "vLLM is the only engine") for section in ENGINES},
         "trainer.fully_async.enabled": covered,
         "trainer.fully_async.num_parallel_generation_workers": _workers,
         "trainer.max_training_steps": under_the_name("trainer.total_steps"),
@@ -171,9 +169,9 @@ RULES = Rules(
         "trainer.resume_mode": _resume,
         "trainer.logger": sinks,
         "trainer.seed": under_the_name("seed"),
-        "trainer.eval_before_train": lambda value, _: Covered() if value else Nothing("a run always evaluates first"),
+        "trainer.eval_before_train": covered_if(bool, "a run always evaluates first"),
         "environment.env_class": _environment,
-        "generator.max_turns": lambda value, _: Covered(),
+        "generator.max_turns": covered,
         "generator.batched": covered,
         "generator.async_engine": covered,
     },

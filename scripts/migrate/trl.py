@@ -1,5 +1,6 @@
 """The rules of TRL: GRPOConfig's arguments, as a script, a YAML file or options give them."""
 
+from operator import not_
 from typing import Any
 
 from scripts.migrate.counterparts import (
@@ -9,10 +10,10 @@ from scripts.migrate.counterparts import (
     Covered,
     Here,
     Nothing,
-    Rule,
     Rules,
     Theirs,
     covered,
+    covered_if,
     epochs,
     files,
     number,
@@ -109,18 +110,10 @@ def _steps(value: Any, theirs: Theirs) -> Answer:
     return Here({"trainer.total_steps": int(value)}) if int(value) > 0 else Covered()
 
 
-def _with_peft(rule: Rule) -> Rule:
-    return only_if("use_peft", rule)
-
-
 def _lora_targets(value: Any, theirs: Theirs) -> Answer:
     if value == "all-linear":
         return Here({"model.lora.targets": ["all_linear"]})
     return Here({"model.lora.targets": value if isinstance(value, list) else str(value).split()})
-
-
-def _resume(value: Any, theirs: Theirs) -> Answer:
-    return Nothing("checkpoints of TRL are not read: name their folder in model.path") if value else Covered()
 
 
 def _data_set(value: Any, theirs: Theirs) -> Answer:
@@ -148,8 +141,6 @@ RULES = Rules(
     rules={
         **dict.fromkeys(BATCH[1:3], covered),
         BATCH[0]: _batch,
-        "num_processes": lambda value, _: Nothing("set trainer.num_ranks and rollout.num_replicas: GPUs of their own"),
-        "steps_per_generation": lambda value, _: Nothing("trainer.mini_batches counts the steps on one batch"),
         "model_name_or_path": under_the_name("model.path"),
         "epsilon_high": _clip_high,
         "delta": _delta,
@@ -170,10 +161,10 @@ RULES = Rules(
         "max_staleness": under_the_name("rollout.max_staleness", "a bound for every token; theirs drops older groups"),
         "weight_sync_steps": under_the_name("weight_sync.interval"),
         "gradient_checkpointing": on_or_off("trainer.gradient_checkpointing", "full", "none", ""),
-        "lora_r": _with_peft(under_the_name("model.lora.rank")),
-        "lora_alpha": _with_peft(under_the_name("model.lora.alpha")),
-        "lora_dropout": _with_peft(under_the_name("model.lora.dropout")),
-        "lora_target_modules": _with_peft(_lora_targets),
+        "lora_r": only_if("use_peft", under_the_name("model.lora.rank")),
+        "lora_alpha": only_if("use_peft", under_the_name("model.lora.alpha")),
+        "lora_dropout": only_if("use_peft", under_the_name("model.lora.dropout")),
+        "lora_target_modules": only_if("use_peft", _lora_targets),
         "eval_steps": _frequency("eval_strategy", "trainer.eval_every"),
         "eval_strategy": _strategy("trainer.eval_every"),
         "save_steps": _frequency("save_strategy", "checkpoint.every"),
@@ -181,10 +172,10 @@ RULES = Rules(
         "max_steps": _steps,
         "num_train_epochs": epochs("max_steps"),
         "report_to": sinks,
-        "resume_from_checkpoint": _resume,
+        "resume_from_checkpoint": covered_if(not_, "checkpoints of TRL are not read: name their folder in model.path"),
         "seed": under_the_name("seed"),
         "beta": under_the_name("algorithm.kl_loss_coef"),
-        "use_vllm": lambda value, _: Covered() if value else Nothing("vLLM is the only engine"),
+        "use_vllm": covered_if(bool, "vLLM is the only engine"),
         "bf16": on_or_off("trainer.dtype", "bfloat16", "float32", ""),
         "dataset_name": _data_set,
         "dataset_config": covered,
@@ -197,6 +188,8 @@ RULES = Rules(
         "top_k": lambda value, _: Here({"rollout.top_k": int(value) if value else -1}),
     },
     nothing={
+        "num_processes": "set trainer.num_ranks and rollout.num_replicas: GPUs of their own",
+        "steps_per_generation": "trainer.mini_batches counts the steps on one batch",
         "logging_": SENTENCE,
         "log_": "trajectories are recorded, all of them (docs/runs-and-checkpoints.md)",
         "push_to_hub": "slipstream export writes a checkpoint that can be uploaded",

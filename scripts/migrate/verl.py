@@ -1,6 +1,7 @@
 """The rules of verl (main_ppo, its fully asynchronous main, and DAPO's recipe)."""
 
 import math
+from operator import not_
 from typing import Any
 
 from scripts.migrate.counterparts import (
@@ -12,12 +13,14 @@ from scripts.migrate.counterparts import (
     Rules,
     Theirs,
     covered,
+    covered_if,
     epochs,
     files,
     halves,
     never_is_zero,
     number,
     on_or_off,
+    only,
     only_if,
     parts,
     renamed,
@@ -47,7 +50,11 @@ BUFFERS = (
     *(f"{section}.reward_kwargs.overlong_buffer_cfg" for section in ("reward", "reward_model")),
     "reward_model.overlong_buffer",
 )
-LENGTH, PENALTY = "algorithm.overlong_buffer_tokens", "algorithm.overlong_penalty"
+IN_BUFFER = {
+    "enable": covered,
+    "len": under_the_name("algorithm.overlong_buffer_tokens"),
+    "penalty_factor": under_the_name("algorithm.overlong_penalty"),
+}
 TOKENS = "micro-batches are filled up to so many tokens"
 
 
@@ -227,14 +234,12 @@ RULES = Rules(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": _micro_batch,
         f"{ACTOR}.ppo_max_token_len_per_gpu": _micro_batch_tokens,
         f"{ACTOR}.use_dynamic_bsz": covered,
-        f"{ACTOR}.fsdp_config.param_offload": lambda value, _: (
-            Nothing("parameters stay on the GPU") if value else Covered()
-        ),
-        f"{ACTOR}.strategy": lambda value, _: Covered() if "fsdp" in str(value) else Nothing("FSDP2 is the only one"),
+        f"{ACTOR}.fsdp_config.param_offload": covered_if(not_, "parameters stay on the GPU"),
+        f"{ACTOR}.strategy": covered_if(lambda value: "fsdp" in str(value), "FSDP2 is the only one"),
         WARMUP_STEPS: _warmup_steps,
         WARMUP_RATIO: _warmup_ratio,
         f"{ACTOR}.optim.warmup_style": under_the_name("trainer.lr_schedule"),
-        f"{ROLLOUT}.name": lambda value, _: Covered() if value == "vllm" else Nothing("vLLM is the only engine"),
+        f"{ROLLOUT}.name": only("vllm", "vLLM is the only engine"),
         f"{ROLLOUT}.mode": covered,
         f"{ROLLOUT}.calculate_log_probs": covered,
         f"{ROLLOUT}.enable_chunked_prefill": covered,
@@ -256,18 +261,15 @@ RULES = Rules(
         "trainer.save_freq": never_is_zero("checkpoint.every"),
         "trainer.total_epochs": epochs("trainer.total_training_steps", "rollout.total_rollout_steps"),
         "trainer.resume_mode": _resume,
-        "trainer.resume_from_path": lambda value, theirs: Nothing(
-            "checkpoints of verl are not read: export its weights, and name them in model.path"
-        ),
-        "trainer.val_before_train": lambda value, _: Covered() if value else Nothing("a run always evaluates first"),
+        "trainer.val_before_train": covered_if(bool, "a run always evaluates first"),
         **dict.fromkeys(
             ("reward_model.reward_manager", "reward.reward_manager.name"),
             renamed("rollout.reward", {"dapo": "dapo", "naive": "gsm8k"}, "by data_source there"),
         ),
-        **dict.fromkeys(tuple(f"{buffer}.enable" for buffer in BUFFERS), covered),
-        **{f"{buffer}.len": only_if(f"{buffer}.enable", under_the_name(LENGTH), True) for buffer in BUFFERS},
         **{
-            f"{buffer}.penalty_factor": only_if(f"{buffer}.enable", under_the_name(PENALTY), True) for buffer in BUFFERS
+            f"{buffer}.{name}": only_if(f"{buffer}.enable", rule, True)
+            for buffer in BUFFERS
+            for name, rule in IN_BUFFER.items()
         },
         **dict.fromkeys(("custom_reward_function.name", "reward.custom_reward_function.name"), covered),
     },
@@ -280,6 +282,7 @@ RULES = Rules(
         f"{ROLLOUT}.max_num_batched_tokens": "rollout.engine_args.max_num_batched_tokens passes it to vLLM",
         f"{ROLLOUT}.multi_turn": "environments and tools are agent loops (docs/environments.md)",
         f"{ROLLOUT}.agent": "agent loops are named by rollout.agent_loop (docs/agents.md)",
+        "trainer.resume_from_path": "checkpoints of verl are not read: export its weights, and name them in model.path",
         "trainer.balance_batch": "ranks get equal shares of tokens as it is",
         "trainer.critic_warmup": "the critic has no steps of its own",
         "algorithm.filter_groups.metric": "what is compared is the reward itself",

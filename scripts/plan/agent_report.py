@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from configs.rollout import SessionsConfig
+
 SESSION_FOLDERS = 2
 """The folders of a path below which the routes of one session are: /sessions/NAME/v1/messages."""
 DIALECTS = {
@@ -87,16 +89,6 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits of the config under which the agent ran."""
-
-    max_turns: int
-    timeout_s: float
-    idle_timeout_s: float
-    group_timeout_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReport:
     """The episode of an agent, in figures and names."""
 
@@ -125,7 +117,9 @@ class AgentReport:
     seconds: float
     processor_s: float | None
     """The processor time of its processes; None where the agent is no command."""
-    limits: Limits
+    sessions: SessionsConfig
+    """The limits under which the agent ran, with `group_timeout_s`, which is rollout.group_timeout_s."""
+    group_timeout_s: float
 
     @property
     def first_prompt(self) -> int:
@@ -163,7 +157,7 @@ class Key:
 def keys_to_set(report: AgentReport) -> list[Key]:
     """Return the keys besides that of the agent which suit what was seen: lengths always, and other limits where an
     episode that takes a few times longer would reach them."""
-    limits = report.limits
+    limits = report.sessions
     growth = max(report.sampled_tokens, *(row.tokens - row.prompt_tokens for row in report.rows), 0)
     keys = [
         Key(
@@ -182,7 +176,7 @@ def keys_to_set(report: AgentReport) -> list[Key]:
         keys.append(Key(name="sessions.max_turns", value=turns, why=f"it had {_count(report.num_answers, 'answer')}"))
     if (least_s := _round_up(report.seconds * TIME_MARGIN, 60)) > limits.timeout_s:
         keys.append(Key(name="sessions.timeout_s", value=str(least_s), why=f"it took {report.seconds:.0f} s"))
-        if least_s >= limits.group_timeout_s:
+        if least_s >= report.group_timeout_s:
             why = "must be more than sessions.timeout_s"
             keys.append(Key(name="rollout.group_timeout_s", value=str(2 * least_s), why=why))
     if (least_s := _round_up(report.longest_gap_s * TIME_MARGIN, 60)) > limits.idle_timeout_s:

@@ -23,7 +23,7 @@ from rollout.sessions.session import Session
 from rollout.sessions.tree.sequences import rows
 from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams, VersionSpan
 from scripts.launch.sandboxes import command_place
-from scripts.plan.agent_report import REFUSED, AgentReport, Exchange, Limits, Row
+from scripts.plan.agent_report import REFUSED, AgentReport, Exchange, Row
 
 MAX_TOKENS = 2**20
 """The context, which no agent reaches: the trial is to find out how much it needs."""
@@ -246,7 +246,7 @@ def _processor_s() -> float:
 def _report(
     config: Config, host: RecordingHost, episode: Episode, end: CommandEnd | None, seconds: float, processor_s: float
 ) -> AgentReport:
-    rollout, sessions, transcript = config.rollout, config.sessions, host.opened.transcript
+    rollout, transcript = config.rollout, host.opened.transcript
     statistics = transcript.statistics()
     answered = [row for row in rows(transcript.generations) if row]
     output = b"" if end is None else end.stderr if end.code and end.stderr.strip() else end.stdout or end.stderr
@@ -271,10 +271,6 @@ def _report(
         last_lines=tuple(output.decode(errors="replace").strip().splitlines()[-LAST_LINES:]),
         seconds=seconds,
         processor_s=None if end is None else processor_s,
-        limits=Limits(
-            max_turns=sessions.max_turns,
-            timeout_s=sessions.timeout_s,
-            idle_timeout_s=sessions.idle_timeout_s,
-            group_timeout_s=rollout.group_timeout_s,
-        ),
+        sessions=config.sessions,
+        group_timeout_s=rollout.group_timeout_s,
     )

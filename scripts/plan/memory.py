@@ -230,8 +230,7 @@ def advice_for_activations(config: Config) -> str:
 
 def _row(config: Config) -> int:
     """Tokens of the longest sequence."""
-    longest = longest_source(config)
-    sampled = longest.data.max_prompt_tokens + longest.rollout.max_response_tokens
+    sampled = longest_source(config).context_tokens
     return max(sampled, config.sft.max_tokens or 0) if config.algorithm.ce_coef else sampled
 
 

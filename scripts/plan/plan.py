@@ -129,9 +129,7 @@ def _held_out(config: Config) -> str:
     data = config.data
     if not data.holds_out:
         return "none, so nothing is evaluated"
-    if data.val_share is not None:
-        return f"{data.val_share:g} of {data.train_files}"
-    return data.val_files or f"{data.generated.value} problems made here"
+    return data.held_out_part or data.val_files or f"{data.generated.value} problems made here"
 
 
 def _teacher(config: Config, device: str) -> str:

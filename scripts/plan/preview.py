@@ -102,13 +102,7 @@ def refuse_agent_loop(config: Config) -> None:
     if not any(_may_contradict(source.config) for source in sources_of(config)):
         return
     with contextlib.suppress(subprocess.TimeoutExpired):  # an agent worker will tell
-        checked = subprocess.run(
-            [sys.executable, "-P", "-c", AGENT_LOOP_CHECK],
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-            input=pickle.dumps(config),
-            capture_output=True,
-            timeout=config.rollout.start_timeout_s,
-        )
+        checked = _run_python(AGENT_LOOP_CHECK, config.rollout.start_timeout_s, pickle.dumps(config))
         if checked.returncode == REFUSED:
             raise ConfigError(checked.stderr.decode().rpartition(MARK)[2])
 
@@ -116,6 +110,12 @@ def refuse_agent_loop(config: Config) -> None:
 def _may_contradict(config: Config) -> bool:
     is_own = config.rollout.agent_loop not in BUILT_IN_AGENT_LOOPS
     return is_own and (not config.data.chat_template or config.rollout.tools_run_in is ToolPlace.process)
+
+
+def _run_python(code: str, timeout_s: float, sent: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run code that imports this checkout in another process. Raises subprocess.TimeoutExpired."""
+    command, variables = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    return subprocess.run(command, env=variables, input=sent, capture_output=True, timeout=timeout_s)
 
 
 def chat_template_of_sessions(config: Config) -> str | None:
@@ -190,18 +190,13 @@ def _check_parsers_of(config: Config) -> None:
         return
     timeout_s = config.rollout.start_timeout_s
     try:
-        listing = subprocess.run(
-            [sys.executable, "-P", "-c", PARSER_NAMES],
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        listing = _run_python(PARSER_NAMES, timeout_s)
     except subprocess.TimeoutExpired as error:
         why = f"vLLM did not name its parsers within rollout.start_timeout_s={timeout_s:g}"
         raise ConfigError(f"sessions.tool_parser: {why}") from error
     if listing.returncode:
-        raise ConfigError(f"sessions.tool_parser: vLLM cannot be asked for its parsers:\n{listing.stderr[-2000:]}")
+        why = listing.stderr.decode(errors="replace")[-2000:]
+        raise ConfigError(f"sessions.tool_parser: vLLM cannot be asked for its parsers:\n{why}")
     for key, known in json.loads(listing.stdout.splitlines()[-1]).items():
         if parsers[key] is not None and parsers[key] not in known:
             problem = Problem(f"sessions.{key}", f"vLLM has no such parser; use one of {', '.join(known)}")

@@ -1,14 +1,18 @@
 """Configs as a command line composes them, and changed by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from omegaconf import OmegaConf
 
 from configs import load
+from configs.checks.sections import TRAIN_AND_VAL
 from configs.cli.compose import compose_job
 from configs.schema import Config
+from configs.validate import ConfigError, check
 from scripts.command.command import Invocation
 
 CONFIGS = Path(load.__file__).parent
@@ -31,6 +35,13 @@ def changed(config: Any, **values: object) -> Any:
         new = changed(getattr(config, section), **{key: value}) if key else value
         config = replace(config, **{section: new})
     return config
+
+
+def refusal(config: Config, needed_files: Sequence[str] = TRAIN_AND_VAL) -> str:
+    """What the checks of a config refuse."""
+    with pytest.raises(ConfigError) as caught:
+        check(config, needed_files)
+    return str(caught.value)
 
 
 def files(tmp_path: Path) -> list[str]:

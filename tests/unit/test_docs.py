@@ -457,7 +457,7 @@ def test_the_tables_of_keys_are_fresh(page: Path) -> None:
 def test_what_the_table_of_equivalents_calls_ours_is_ours() -> None:
     keys = {one.here.partition("=")[0] for one in EQUIVALENTS if not one.is_sentence}
     assert {key for key in keys if key not in key_docs() and not key.startswith("hydra.")} == set()
-    theirs = [key for one in EQUIVALENTS for framework in FRAMEWORKS for key in one.named(framework)]
+    theirs = [key for one in EQUIVALENTS for framework in FRAMEWORKS for key in one.named[framework]]
     assert len(theirs) > 150 and all(re.fullmatch(r"[\w.]+", key) for key in theirs)
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from configs.runtime.environment import REPO_ROOT
+from scripts.plan.rehearsal.counting import tensors
 
 OWN = Path(__file__).parent
 
@@ -78,7 +78,7 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_fake = any(isinstance(tensor, FakeTensor) for tensor in _tensors(args))
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors(args))
         if func in ANSWERS and is_fake:
             self.count_read()
             return ANSWERS[func](*args, **kwargs)
@@ -90,13 +90,9 @@ class HostReads(TorchFunctionMode):
             return _zeros(args[0])
         if func in COPIES and is_fake:
             self.lines[f"{caller()} copies to the host"] += 1
-        elif func in TO_DEVICE and kwargs.get("device") is not None and not _tensors(args):
+        elif func in TO_DEVICE and kwargs.get("device") is not None and not tensors(args):
             self.lines[f"{caller()} copies to the GPU"] += 1
         return func(*args, **kwargs)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def caller() -> str:

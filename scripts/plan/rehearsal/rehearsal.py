@@ -266,8 +266,8 @@ def full_batch(config: Config) -> StepBatch:
     """Lay out two micro-batches for each rank, as full as the longest sequences make them."""
     trainer, its = config.trainer, longest_source(config)
     data, rollout = its.data, its.rollout
-    size, longest = config.algorithm.group_size, data.max_prompt_tokens + rollout.max_response_tokens
-    micro_batches = 2 * trainer.data_parallel * max(1, trainer.tokens_per_micro_batch // longest)
+    size = config.algorithm.group_size
+    micro_batches = 2 * trainer.data_parallel * max(1, trainer.tokens_per_micro_batch // its.context_tokens)
     groups = [
         make_group(ordinal, data.max_prompt_tokens, rollout.max_response_tokens, size)
         for ordinal in range(max(1, ceil(micro_batches / size)))

@@ -20,13 +20,11 @@ from configs.schema import Config, ModelKind
 from configs.validate import ConfigError, check
 from rollout.data.arithmetic import num_problems
 from scripts.launch.models import NUM_VAL
-from tests.support.compose import changed
+from tests.support.compose import changed, refusal
 
 
-def refusal(**values: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(changed(Config(), **values))
-    return str(caught.value)
+def refused(**values: object) -> str:
+    return refusal(changed(Config(), **values))
 
 
 def schema_keys(section: type = Config, prefix: str = "") -> dict[str, Any]:
@@ -90,7 +88,7 @@ def test_a_number_out_of_its_range_is_refused_and_its_bounds_are_not(key: str) -
     low, high = bounds(key)
     name = key.replace(".", "__")
     for value in (low - 1, high * 1.5, 1e30, math.inf, math.nan):
-        assert f"{key}={value}: must be between {low:.12g} and {high:.12g}" in refusal(**{name: value}).splitlines()
+        assert f"{key}={value}: must be between {low:.12g} and {high:.12g}" in refused(**{name: value}).splitlines()
     for bound in (low, high):
         assert list(out_of_range(changed(Config(), **{name: bound}))) == []
 
@@ -107,7 +105,7 @@ def test_tensorboard_without_its_package_is_refused_where_the_run_trains(monkeyp
     monkeypatch.setattr("configs.checks.sections.is_installed", lambda name: False)
     given: dict[str, object] = {"tracking__sinks": ["jsonl", "tensorboard"]}
     line = "tracking.sinks=[jsonl,tensorboard]: tensorboard needs the package tensorboard: pip install tensorboard"
-    assert line in refusal(**given).splitlines()
+    assert line in refused(**given).splitlines()
     check(changed(Config(), **given), needed_files=())
 
 
@@ -121,7 +119,7 @@ def test_files_and_sets_of_the_hub_are_taken(tmp_path: Path) -> None:
 
 def test_all_problems_are_listed_at_once() -> None:
     """Ranges and contradictions together, so that nothing is mended one start at a time. interval=0 divides nothing."""
-    lines = refusal(
+    lines = refused(
         seed=-1,
         trainer__lr=2.0,
         weight_sync__interval=0,
@@ -144,7 +142,7 @@ def test_a_command_that_reads_the_held_out_set_only_needs_no_other(tmp_path: Pat
 
 def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
     line = f"model.path={tmp_path}: no Hugging Face model: the folder has no config.json; nor a checkpoint"
-    assert refusal(model__kind=ModelKind.hf, model__path=str(tmp_path)) == line
+    assert refused(model__kind=ModelKind.hf, model__path=str(tmp_path)) == line
     (tmp_path / "config.json").touch()
     check(changed(Config(), model__kind=ModelKind.hf, model__path=str(tmp_path)))
 
@@ -153,12 +151,12 @@ def test_a_model_folder_without_a_config_is_no_model(tmp_path: Path) -> None:
 def test_a_model_that_is_no_folder_here_must_have_a_name_of_the_hub(path: str) -> None:
     hf: dict[str, Any] = {"model__kind": ModelKind.hf}
     line = f"model.path={path}: no such folder, and no name of the hub, which would be NAME or OWNER/NAME"
-    assert refusal(**hf, model__path=path) == line
+    assert refused(**hf, model__path=path) == line
     for name in ("gpt2", "Qwen/Qwen2.5-0.5B"):
         check(changed(Config(), **hf, model__path=name))
     check(changed(Config(), **hf, model__path=path, ray__address="auto"))
     served = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter, "model__lora__served_path": path}
-    assert refusal(**hf, model__path="gpt2", **served).startswith(f"model.lora.served_path={path}: no such folder")
+    assert refused(**hf, model__path="gpt2", **served).startswith(f"model.lora.served_path={path}: no such folder")
 
 
 def test_what_is_missing_among_runs_is_no_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +166,9 @@ def test_what_is_missing_among_runs_is_no_name_of_the_hub(tmp_path: Path, monkey
     hf: dict[str, Any] = {"model__kind": ModelKind.hf}
     check(changed(Config(), **hf, model__path="runs/stf"))
     (tmp_path / "runs" / "latest").symlink_to("sft")
-    assert refusal(**hf, model__path="runs/stf").startswith("model.path=runs/stf: no such folder")
+    assert refused(**hf, model__path="runs/stf").startswith("model.path=runs/stf: no such folder")
     served = {"model__lora__rank": 8, "model__lora__serve": LoraServing.adapter, "model__lora__served_path": "runs/sft"}
-    assert refusal(**hf, model__path="runs/sft", **served).startswith("model.lora.served_path=runs/sft: must be a Hugg")
+    assert refused(**hf, model__path="runs/sft", **served).startswith("model.lora.served_path=runs/sft: must be a Hugg")
 
 
 def test_a_run_folder_or_a_checkpoint_may_be_the_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from configs.validate import ConfigError, check
 from rollout.sessions.harness_loop import load_harness
 from scripts.launch.agents import refuse_without_agent
 from tests.support.agent_installs import INSTALLS
-from tests.support.compose import changed
+from tests.support.compose import changed, refusal
 
 ROOM = {"data__max_prompt_tokens": 32768, "rollout__max_response_tokens": 16384}
 SESSION = {"OPENAI_BASE_URL": "http://127.0.0.1:1/sessions/x/v1", "OPENAI_API_KEY": "session-key"}
@@ -20,9 +20,7 @@ SESSION = {"OPENAI_BASE_URL": "http://127.0.0.1:1/sessions/x/v1", "OPENAI_API_KE
 
 def problems(**values: Any) -> str:
     """Return what is said of a config besides that the tiny model has no chat template."""
-    with pytest.raises(ConfigError) as refusal:
-        check(changed(Config(), **values))
-    lines = str(refusal.value).splitlines()
+    lines = refusal(changed(Config(), **values)).splitlines()
     return "\n".join(line for line in lines if "needs a chat template" not in line)
 
 
@@ -62,9 +60,9 @@ def test_an_agent_that_is_not_installed_is_refused_with_the_way_to_install_it(
     agent, config = NAMED_AGENTS[name], changed(Config(), rollout__agent=name)
     monkeypatch.setenv("PATH", str(tmp_path))
     said = f"rollout.agent={name}: {agent.program} is not on PATH; install it: {agent.install}"
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as refused:
         refuse_without_agent(config)
-    assert str(refusal.value) == said
+    assert str(refused.value) == said
     refuse_without_agent(changed(config, ray__address="head:6379"))  # its machines may have it
     with pytest.raises(ValueError, match="is not on PATH"):
         load_harness(config)

@@ -16,7 +16,7 @@ from rollout.replica.replica_group import ReplicaHandle, create_replica
 from rollout.types import Completion
 from scripts.launch.cluster import without_trainer
 from scripts.launch.driver import make_fleet, make_monitor_and_operator
-from scripts.launch.leaving_nodes import LeavingNodes
+from scripts.launch.leaving_nodes import watch_leaving_nodes
 from scripts.launch.placement import Placement
 from tests.support.actors import SPEC, NoAgents, SimulatedActor, Source, make_starter, no_redirect
 from tests.support.fakes import make_request
@@ -119,7 +119,7 @@ def test_a_replica_is_drained_before_its_node_leaves_and_its_replacement_serves_
         async with running_scene() as scene:
             first, second = scene.fleet.running
             assert isinstance(first, ReplicaHandle) and first.place is not None
-            leaving = asyncio.create_task(LeavingNodes(operator=scene.operator).run())
+            leaving = asyncio.create_task(watch_leaving_nodes(scene.operator))
             reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # pyright: ignore
             deadline_ms = int(1000 * (time.time() + 10 * DEADLINE_S))
             gcs = ray._raylet.GcsClient(address=nodes.address)  # pyright: ignore

@@ -11,7 +11,7 @@ from configs.data import Generated
 from configs.mixture import writable
 from configs.schema import Config
 from configs.validate import ConfigError, check
-from tests.support.compose import changed
+from tests.support.compose import changed, refusal
 
 SEARCH = "rollout.environments.search.tags:agent_loop"
 SOLVER = "rollout.environments.solver:agent"
@@ -239,12 +239,6 @@ def config_of(words: str) -> Config:
     config = OmegaConf.to_object(OmegaConf.merge(writable(OmegaConf.structured(Config)), OmegaConf.from_dotlist(given)))
     assert isinstance(config, Config)
     return config
-
-
-def refusal(config: Config) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(config)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -21,13 +21,16 @@ def evaluation_of(*arguments: object) -> Config:
     return load(composed, ["val_files"])
 
 
+def configure(run_dir: Path, *overrides: str) -> None:
+    OmegaConf.save(compose_job("train", overrides).config, run_dir / "config.yaml", resolve=True)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of the smallest model on CPU, as the command line made it."""
-    composed = compose_job("train", OVERRIDES).config
     (tmp_path / "checkpoints" / "step_000020").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000020" / "COMPLETE.json").touch()
-    OmegaConf.save(composed, tmp_path / "config.yaml", resolve=True)
+    configure(tmp_path, *OVERRIDES)
     return tmp_path
 
 
@@ -44,14 +47,14 @@ def test_a_run_is_evaluated_as_it_was_configured_and_overrides_go_first(run: Pat
 
 def test_episodes_are_evaluated_in_the_sessions_and_sandboxes_in_which_they_were_trained(run: Path) -> None:
     trained = (*OVERRIDES, "sessions.max_turns=8", "sandbox.backend=docker", "sandbox.image=mine")
-    OmegaConf.save(compose_job("train", trained).config, run / "config.yaml", resolve=True)
+    configure(run, *trained)
     config = evaluation_of(run, "sandbox.image=other")
     assert (config.sessions, config.sandbox.backend) == (resolve(*trained).sessions, SandboxBackend.docker)
     assert (config.sessions.max_turns, config.sandbox.image) == (8, "other")
 
 
 def test_a_run_without_a_held_out_set_is_evaluated_on_files_that_are_named(run: Path) -> None:
-    OmegaConf.save(compose_job("train", (*OVERRIDES, "data.val_files=none")).config, run / "config.yaml", resolve=True)
+    configure(run, *OVERRIDES, "data.val_files=none")
     with pytest.raises(ConfigError, match=r"data\.val_files=none: names nothing to evaluate: must be files, or null"):
         evaluation_of(run)
     rows = run / "rows.jsonl"
@@ -79,8 +82,7 @@ COMMANDS = [
 def test_a_command_that_only_the_folder_names_is_refused(key: str, override: str, run: Path) -> None:
     """A run folder that somebody sent may hold any."""
     loop = "rollout.agent_loop=rollout.environments.mcp:agent_loop"
-    trained = (*OVERRIDES, override, *([loop] if "server" in key else []))
-    OmegaConf.save(compose_job("train", trained).config, run / "config.yaml", resolve=True)
+    configure(run, *OVERRIDES, override, *([loop] if "server" in key else []))
     with pytest.raises(ConfigError, match=rf"{key}=.*(id|codex).*: .*{run.name} has this command.*name it: '?{key}="):
         expand_folder([str(run)])
     assert expand_folder([str(run), override])[-1] == override
@@ -99,8 +101,7 @@ def test_a_command_that_only_the_folder_names_is_refused(key: str, override: str
 def test_a_dict_that_lacks_the_command_leaves_it_as_it_is_and_names_it_not(
     override: str, decides: bool, run: Path
 ) -> None:
-    trained = compose_job("train", (*OVERRIDES, COMMANDS[1][1], "data.sources.b.weight=1")).config
-    OmegaConf.save(trained, run / "config.yaml", resolve=True)
+    configure(run, *OVERRIDES, COMMANDS[1][1], "data.sources.b.weight=1")
     if not decides:
         with pytest.raises(ConfigError, match="data.sources.a.rollout.agent_command=.*has this command"):
             expand_folder([str(run), override])
@@ -116,8 +117,7 @@ def test_the_weights_that_an_adapter_was_served_with_are_not_needed(run: Path) -
     quantized.mkdir()
     (quantized / "config.json").touch()
     adapter = ("model.lora.rank=8", "model.lora.serve=adapter", f"model.lora.served_path={quantized}")
-    composed = compose_job("train", ("model=hf", "model.path=gpt2", *adapter)).config
-    OmegaConf.save(composed, run / "config.yaml", resolve=True)
+    configure(run, "model=hf", "model.path=gpt2", *adapter)
     (quantized / "config.json").unlink()
     assert evaluation_of(run).model.lora.served_path is None
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from configs.checkpoint import EXPORTED_FROM, EXPORTED_MODEL, EXPORTED_TEACHER
-from configs.model import LoraConfig, ModelConfig
-from configs.schema import Config, TrainerConfig
+from configs.model import LoraConfig
+from configs.schema import Config
 from configs.validate import ConfigError
 from rollout.snapshot import capture, encode
 from scripts.command.resume import find_checkpoint, read
@@ -39,10 +39,9 @@ def save(
     (run_dir / "metrics.jsonl").write_text("{}\n")
 
 
-def find(run_dir: Path, resume: str, total_steps: int = 120) -> tuple[Checkpoint | None, list[str]]:
+def find(run_dir: Path, resume: str, **keys: object) -> tuple[Checkpoint | None, list[str]]:
     told: list[str] = []
-    config = replace(Config(), resume=resume, trainer=TrainerConfig(total_steps=total_steps))
-    return find_checkpoint(config, run_dir, told.append), told
+    return find_checkpoint(changed(Config(), resume=resume, **keys), run_dir, told.append), told
 
 
 def test_never_starts_from_the_beginning_and_only_in_a_new_folder(tmp_path: Path) -> None:
@@ -169,8 +168,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, resume: str, message:
 def test_a_run_cannot_go_on_past_its_end(tmp_path: Path) -> None:
     save(tmp_path, 40)
     with pytest.raises(ConfigError, match="trainer.total_steps=30: the checkpoint .* has taken 40 steps already"):
-        find(tmp_path, "auto", total_steps=30)
-    assert find(tmp_path, "auto", total_steps=40)[0] is not None, "of a run that is over, nothing is left to train"
+        find(tmp_path, "auto", trainer__total_steps=30)
+    over, _ = find(tmp_path, "auto", trainer__total_steps=40)
+    assert over is not None, "of a run that is over, nothing is left to train"
 
 
 def test_what_is_read_is_what_was_saved_or_an_error(tmp_path: Path) -> None:
@@ -206,9 +206,8 @@ def test_another_adapter_than_the_checkpoint_s_is_refused_with_both_values(
     tmp_path: Path, lora: LoraConfig, saved: LoraConfig | None, message: str
 ) -> None:
     save(tmp_path, 20, lora=saved)
-    config = replace(Config(), resume="auto", model=ModelConfig(lora=lora))
     with pytest.raises(ConfigError) as caught:
-        find_checkpoint(config, tmp_path, lambda told: None)
+        find(tmp_path, "auto", model__lora=lora)
     assert str(caught.value) == message.format(tmp_path / "checkpoints" / "step_000020")
 
 
@@ -227,18 +226,15 @@ def test_a_model_of_another_shape_and_a_critic_that_was_not_trained_are_refused(
     """Train workers would say so after Ray and vLLM have started, with a traceback of torch and no key."""
     save(tmp_path, 20)
     with pytest.raises(ConfigError, match=re.escape(message.format(tmp_path / "checkpoints" / "step_000020"))):
-        find_checkpoint(changed(Config(), resume="auto", **changes), tmp_path, lambda told: None)
+        find(tmp_path, "auto", **changes)
     save(tmp_path, 40, part="critic", size=ModelSize(num_layers=3, num_experts=4))
-    shape = {"model__num_layers": 3, "model__num_experts": 4}
-    config = changed(Config(), resume="auto", algorithm__advantage="gae", **shape)
-    assert find_checkpoint(config, tmp_path, lambda told: None) is not None
+    assert find(tmp_path, "auto", algorithm__advantage="gae", model__num_layers=3, model__num_experts=4)[0] is not None
 
 
 @pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4)])
 def test_the_same_adapter_goes_on_and_may_drop_more(tmp_path: Path, lora: LoraConfig) -> None:
     save(tmp_path, 20, lora=lora)
-    config = replace(Config(), resume="auto", model=ModelConfig(lora=replace(lora, dropout=0.5)))
-    found = find_checkpoint(config, tmp_path, lambda told: None)
+    found, _ = find(tmp_path, "auto", model__lora=replace(lora, dropout=0.5))
     assert found is not None and saved_adapter(found) == SavedAdapter(lora, "org/base")
 
 
@@ -259,9 +255,9 @@ def test_a_teacher_or_a_reference_that_would_be_what_the_run_has_learned_is_refu
     save(run_dir, 20)
     (run_dir / "config.yaml").write_text("teacher: {path: runs/first}\nmodel: {path: runs/first}\n")
     (tmp_path / "runs" / "latest").symlink_to("mine")
-    config = changed(Config(), resume="auto" if is_here else str(run_dir), **keys)
+    folder, resume = (run_dir, "auto") if is_here else (tmp_path / "runs" / "longer", str(run_dir))
     with pytest.raises(ConfigError) as caught:
-        find_checkpoint(config, run_dir if is_here else tmp_path / "runs" / "longer", lambda told: None)
+        find(folder, resume, **keys)
     assert str(caught.value) == (
         f"{named}=runs/latest: is the run that goes on here, {run_dir}: {what} would be what it has learned so far; "
         f"its config.yaml has {named}=runs/first"
@@ -282,7 +278,7 @@ def test_one_checkpoint_of_the_run_may_be_its_teacher_or_reference(
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "runs" / "mine"
     save(run_dir, 20, 40)
-    found = find_checkpoint(changed(Config(), resume="auto", **keys), run_dir, lambda told: None)
+    found, _ = find(run_dir, "auto", **keys)
     assert found is not None and found.global_steps == 40
 
 
@@ -297,9 +293,6 @@ def test_a_run_that_has_kept_its_first_policy_and_its_teacher_goes_on_with_them(
         (run_dir / name).mkdir()
         (run_dir / name / EXPORTED_FROM).write_text("runs/latest")
     keys = {"model__path": "runs/latest", "teacher__path": "runs/latest", "algorithm__kl_loss_coef": 0.1}
-    config = changed(Config(), resume="auto", **keys)
-    assert find_checkpoint(config, run_dir, lambda told: None) is not None
+    assert find(run_dir, "auto", **keys)[0] is not None
     with pytest.raises(ConfigError, match=f"runs/mine: is the run that goes on here, {run_dir}"):
-        find_checkpoint(
-            changed(Config(), resume="auto", **keys | {"teacher__path": "runs/mine"}), run_dir, lambda told: None
-        )
+        find(run_dir, "auto", **keys | {"teacher__path": "runs/mine"})

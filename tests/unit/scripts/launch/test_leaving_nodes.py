@@ -2,15 +2,14 @@
 
 import asyncio
 
-from scripts.launch.leaving_nodes import LeavingNodes
+from scripts.launch.leaving_nodes import take_off
 from tests.support.fleets import DIED, START_S, OperatedFleet, operated
 
 
 @operated(min_replicas=2)
 async def test_a_replica_whose_machine_goes_before_it_could_drain_has_one_replacement(setup: OperatedFleet) -> None:
-    nodes, replica = LeavingNodes(operator=setup.operator), setup.fleet.replicas["replica-1"]
     for _ in range(2):
-        await nodes.take_off(replica)
+        await take_off(setup.operator, setup.fleet.replicas["replica-1"])
     expected = {"replica-0": "READY", "replica-1": "READY", "replica-2": "STARTING"}
     assert setup.states() == expected, "it may not drain: two would not be left"
     await setup.fleet.lose("replica-1", DIED)
@@ -23,8 +22,7 @@ async def test_a_replica_whose_machine_goes_before_it_could_drain_has_one_replac
 
 @operated(min_replicas=2)
 async def test_a_replacement_that_was_removed_replaces_nothing(setup: OperatedFleet) -> None:
-    nodes, replica = LeavingNodes(operator=setup.operator), setup.fleet.replicas["replica-1"]
-    await nodes.take_off(replica)
+    await take_off(setup.operator, setup.fleet.replicas["replica-1"])
     await setup.operator.remove("replica-2")
     await setup.fleet.lose("replica-1", DIED)
     assert setup.states() == {
@@ -37,5 +35,5 @@ async def test_a_replacement_that_was_removed_replaces_nothing(setup: OperatedFl
 
 @operated()
 async def test_a_replica_with_others_beside_it_drains_at_once(setup: OperatedFleet) -> None:
-    await LeavingNodes(operator=setup.operator).take_off(setup.fleet.replicas["replica-1"])
+    await take_off(setup.operator, setup.fleet.replicas["replica-1"])
     assert setup.states() == {"replica-0": "READY", "replica-1": "DRAINING", "replica-2": "STARTING"}

@@ -16,7 +16,7 @@ from rollout.environments.sandbox.sandboxes import provide, sandbox_config
 from rollout.sessions.harness import MACHINE
 from scripts.launch.data import held_out_sources, load_sources
 from scripts.launch.sandboxes import command_place, prepare_sandboxes, refuse_without_sandboxes
-from tests.support.compose import changed, resolve
+from tests.support.compose import changed, refusal, resolve
 
 HARBOR: dict[str, Any] = {
     "sandbox__backend": SandboxBackend.harbor,
@@ -55,9 +55,9 @@ def make_tasks(folder: Path, images: dict[str, str]) -> Path:
 
 def test_tasks_whose_image_bubblewrap_cannot_start_are_refused_before_their_first_episode(tmp_path: Path) -> None:
     tasks = make_tasks(tmp_path / "tasks", {name: "python:3.12" for name in "abcde"})
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as refused:
         load_sources(resolve("model=chat", f"+data.sources.code.data.harbor={tasks}"))
-    first, *_, last = str(refusal.value).splitlines()
+    first, *_, last = str(refused.value).splitlines()
     assert first.startswith(f"data.sources.code: data.harbor={tasks}: task {tasks}/a: docker_image=python:3.12 needs ")
     assert "needs sandbox.image=FOLDER" in first and "or sandbox.backend=docker or podman" in first
     assert last == "and 2 more tasks"
@@ -77,10 +77,10 @@ def test_tasks_whose_image_docker_has_not_are_refused_with_the_command_that_fetc
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     tasks = make_tasks(tmp_path / "tasks", {"a": "here:1", "b": "here:1", "c": "there:1"})
     words = ("model=chat", f"data.harbor={tasks}", "sandbox.backend=docker", "sandbox.image=here:1")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as refused:
         load_sources(resolve(*words))
     fetch = "docker_image=there:1 is not on this machine: `docker pull there:1` fetches it"
-    assert str(refusal.value) == f"data.harbor={tasks}: task {tasks}/c: {fetch}"
+    assert str(refused.value) == f"data.harbor={tasks}: task {tasks}/c: {fetch}"
     assert len((tmp_path / "docker.calls").read_text().splitlines()) == 2, "each image is asked for once"
     load_sources(resolve(*words, "ray.address=head:6379"))
 
@@ -125,9 +125,7 @@ AGENT: dict[str, Any] = {"rollout__agent_command": "run-it", "rollout__agent_san
 )
 def test_what_keeps_a_command_from_a_sandbox_is_refused(keys: dict[str, Any], problem: str) -> None:
     check(changed(Config(), **AGENT), needed_files=())
-    with pytest.raises(ConfigError) as refusal:
-        check(changed(Config(), **{**AGENT, **keys}), needed_files=())
-    assert problem in str(refusal.value)
+    assert problem in refusal(changed(Config(), **{**AGENT, **keys}), needed_files=())
 
 
 def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:
@@ -163,8 +161,6 @@ def test_an_agent_worker_knows_the_sandboxes_of_its_config() -> None:
 )
 def test_keys_that_contradict_others_are_refused(keys: dict[str, Any], problem: str) -> None:
     check(changed(Config(), rollout__reward=REWARD))
-    with pytest.raises(ConfigError) as refusal:
-        check(changed(Config(), rollout__reward=REWARD, **keys))
-    assert problem in str(refusal.value)
+    assert problem in refusal(changed(Config(), rollout__reward=REWARD, **keys))
     if "sandbox__memory_mb" not in keys:
         check(changed(Config(), **keys))

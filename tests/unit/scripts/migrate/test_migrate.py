@@ -12,7 +12,7 @@ from configs.cli.overrides import check_overrides
 from configs.load import load
 from configs.schema import Config
 from scripts.migrate.command import BASE, RULES, composable, migrated
-from scripts.migrate.counterparts import translate
+from scripts.migrate.counterparts import Translation, translate
 from scripts.migrate.reading import read
 from scripts.migrate.settings import Setting, Source, UnreadableError
 
@@ -151,6 +151,13 @@ def migrate(name: str, folder: Path) -> tuple[str, list[str]]:
     return notes, shlex.split(command.replace("\\\n", " "))
 
 
+def translated(file: Path, text: str) -> Translation:
+    """Translate a file of whatever framework it is."""
+    file.write_text(text)
+    source = read(file, None)
+    return translate(source, RULES[source.framework])
+
+
 def composed(words: list[str]) -> Config:
     check_overrides(words)
     return load(compose_job("train", [*words, "dry_run=true"]).config, overrides=words)
@@ -186,10 +193,8 @@ def test_the_asynchronous_verl(tmp_path: Path) -> None:
 def test_a_verl_one_step_off_trains_its_batch_on_gpus_of_its_own(tmp_path: Path) -> None:
     words = "data.train_batch_size=512 actor_rollout_ref.actor.ppo_mini_batch_size=32 trainer.n_gpus_per_node=6"
     words += " rollout.nnodes=2 rollout.n_gpus_per_node=2 actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    (tmp_path / "a.sh").write_text(
-        f"python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_files=a {words}"
-    )
-    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    script = f"python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_files=a {words}"
+    overrides = translated(tmp_path / "a.sh", script).overrides
     expected = {"trainer.prompts_per_step": 512, "trainer.mini_batches": 16, "rollout.max_staleness": 1}
     expected |= {"trainer.num_ranks": 6, "rollout.num_replicas": 2}
     assert {key: overrides[key] for key in expected} == expected
@@ -197,8 +202,7 @@ def test_a_verl_one_step_off_trains_its_batch_on_gpus_of_its_own(tmp_path: Path)
 
 def test_a_kl_of_verl_without_its_coefficient_takes_that_of_verl(tmp_path: Path) -> None:
     words = "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
-    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
-    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    overrides = translated(tmp_path / "a.sh", f"python3 -m verl.trainer.main_ppo data.train_files=a {words}").overrides
     assert (overrides["algorithm.kl_reward_coef"], overrides["algorithm.kl_loss_coef"]) == (0.001, 0.001)
 
 
@@ -214,8 +218,7 @@ def test_an_entropy_bonus_of_skyrl_without_its_coefficient_takes_that_of_skyrl()
 @pytest.mark.parametrize("section", ["reward.reward_kwargs", "reward_model.reward_kwargs"])
 def test_the_buffer_of_long_responses_has_its_newer_names(section: str, tmp_path: Path) -> None:
     words = f"+{section}.overlong_buffer_cfg.enable=True +{section}.overlong_buffer_cfg.len=4096"
-    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
-    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    overrides = translated(tmp_path / "a.sh", f"python3 -m verl.trainer.main_ppo data.train_files=a {words}").overrides
     assert overrides["algorithm.overlong_buffer_tokens"] == 4096
 
 
@@ -250,12 +253,12 @@ def test_options_of_trl_count_the_processes(tmp_path: Path) -> None:
 
 
 def test_what_is_switched_off_and_where_the_output_goes_cost_no_other_option_of_trl(tmp_path: Path) -> None:
-    (tmp_path / "a.sh").write_text(
+    script = (
         "accelerate launch --num_processes 2 -m my.grpo --model_name_or_path org/model --dataset_name org/data "
         "--learning_rate 1.2345678e-5 --eval_strategy no --eval_steps 5 --save_strategy no "
         "--per_device_train_batch_size 8 --num_generations 4 > log.txt 2>&1\n"
     )
-    overrides = translate(read(tmp_path / "a.sh", None), RULES["trl"]).overrides
+    overrides = translated(tmp_path / "a.sh", script).overrides
     assert overrides["algorithm.group_size"] == overrides["trainer.prompts_per_step"] == 4
     assert overrides["trainer.eval_every"] == overrides["checkpoint.every"] == 0
     assert overrides["data.val_files"] == "none"
@@ -320,8 +323,7 @@ def test_an_older_name_takes_the_place_of_a_default() -> None:
 
 @pytest.mark.parametrize("words", ["data.filter_overlong_prompts=True data.truncation=error", "data.truncation=error"])
 def test_prompts_of_verl_are_refused_only_where_none_is_filtered(words: str, tmp_path: Path) -> None:
-    (tmp_path / "a.sh").write_text(f"python3 -m verl.trainer.main_ppo data.train_files=a {words}")
-    overrides = translate(read(tmp_path / "a.sh", None), RULES["verl"]).overrides
+    overrides = translated(tmp_path / "a.sh", f"python3 -m verl.trainer.main_ppo data.train_files=a {words}").overrides
     assert overrides["data.overlong_prompts"] == ("filter" if "filter" in words else "refuse")
 
 
@@ -363,8 +365,7 @@ def test_words_and_branches_that_are_not_followed_are_told(tmp_path: Path) -> No
 
 
 def test_a_config_of_trl_that_is_changed_later_and_arguments_that_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(TRL_SET_LATER)
-    translation = translate(read(tmp_path / "a.py", None), RULES["trl"])
+    translation = translated(tmp_path / "a.py", TRL_SET_LATER)
     taken = translation.overrides
     assert (taken["algorithm.group_size"], taken["rollout.max_response_tokens"], taken["hydra.run.dir"]) == (
         4,
@@ -394,9 +395,7 @@ def test_a_config_of_trl_that_is_changed_later_and_arguments_that_are_not_read(t
     ],
 )
 def test_an_adapter_is_sized_as_the_framework_would(file: str, text: str, adapter: tuple, tmp_path: Path) -> None:
-    (tmp_path / file).write_text(text)
-    source = read(tmp_path / file, None)
-    overrides = translate(source, RULES[source.framework]).overrides
+    overrides = translated(tmp_path / file, text).overrides
     keys = ("model.lora.rank", "model.lora.alpha", "model.lora.dropout")
     assert tuple(overrides.get(key) for key in keys[: len(adapter)]) == adapter
 
@@ -424,8 +423,7 @@ TABLES = {
 
 @pytest.mark.parametrize("table", TABLES)
 def test_an_environment_of_prime_rl_is_named_by_its_tasks(table: str, tmp_path: Path) -> None:
-    (tmp_path / "rl.toml").write_text(f'[wandb]\nproject = "p"\nname = "n"\n{TABLES[table]}\n')
-    translation = translate(read(tmp_path / "rl.toml", None), RULES["prime_rl"])
+    translation = translated(tmp_path / "rl.toml", f'[wandb]\nproject = "p"\nname = "n"\n{TABLES[table]}\n')
     taken = translation.overrides
     assert (taken["rollout.agent_args.env"], taken["data.train_files"]) == ("math-env", "math-env")
     assert (taken["wandb.project"], taken["wandb.name"], taken["tracking.sinks"]) == ("p", "n", ["jsonl", "wandb"])

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.load import key_docs
-from scripts.plan.agent_report import AgentReport, Exchange, Limits, Row, keys_to_set, report_text
+from configs.rollout import SessionsConfig
+from scripts.plan.agent_report import AgentReport, Exchange, Row, keys_to_set, report_text
 
 TOKENS = st.integers(1, 10**6)
 ROWS = st.lists(
@@ -34,7 +35,8 @@ REPORT = AgentReport(
     last_lines=(),
     seconds=2.0,
     processor_s=1.5,
-    limits=Limits(max_turns=64, timeout_s=600.0, idle_timeout_s=300.0, group_timeout_s=1200.0),
+    sessions=SessionsConfig(max_turns=64, timeout_s=600.0, idle_timeout_s=300.0),
+    group_timeout_s=1200.0,
 )
 
 
@@ -48,21 +50,16 @@ def test_the_keys_admit_what_was_seen_and_are_keys(rows: list[Row], sampled: int
     report = replace(
         REPORT, rows=tuple(rows), longest_prompt=longest, sampled_tokens=sampled, seconds=seconds, num_answers=answers
     )
-    limits = vars_of(report.limits)
-    proposed = values(report)
+    limits, proposed = report.sessions, values(report)
     assert set(proposed) <= set(key_docs())
     assert proposed["data.max_prompt_tokens"] + proposed["rollout.max_response_tokens"] > longest
     assert proposed["rollout.max_response_tokens"] >= sampled
-    assert proposed.get("sessions.max_turns", limits["max_turns"]) >= answers
-    assert proposed.get("sessions.timeout_s", limits["timeout_s"]) >= seconds
-    assert proposed.get("sessions.idle_timeout_s", limits["idle_timeout_s"]) >= report.longest_gap_s
-    timeout_s = proposed.get("sessions.timeout_s", limits["timeout_s"])
-    assert timeout_s < proposed.get("rollout.group_timeout_s", limits["group_timeout_s"])
+    assert proposed.get("sessions.max_turns", limits.max_turns) >= answers
+    assert proposed.get("sessions.timeout_s", limits.timeout_s) >= seconds
+    assert proposed.get("sessions.idle_timeout_s", limits.idle_timeout_s) >= report.longest_gap_s
+    timeout_s = proposed.get("sessions.timeout_s", limits.timeout_s)
+    assert timeout_s < proposed.get("rollout.group_timeout_s", report.group_timeout_s)
     assert set(shlex.split(report_text(report))) >= {key.name + "=" + key.value for key in keys_to_set(report)}
-
-
-def vars_of(limits: Limits) -> dict[str, float]:
-    return {name: getattr(limits, name) for name in Limits.__dataclass_fields__}
 
 
 def test_an_agent_that_fits_into_the_defaults_is_told_two_lengths_only() -> None:

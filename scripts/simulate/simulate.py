@@ -17,7 +17,7 @@ from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.setup import Setup
 from scripts.simulate.simulated_run import SimulatedRun
-from scripts.simulate.stand_ins import Nothing, SimulatedTrainer
+from scripts.simulate.stand_ins import NoCheckpoints, Nothing, SimulatedTrainer
 from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.checkpointer import is_first_update_after
 from trainer.metrics import Last, Max, Metric
@@ -71,44 +71,34 @@ def simulate(
     tail = 0 if whole else (setup.max_staleness + 1) * setup.interval
     # An evaluation delays steps of the next period too: the counted ones begin after one, as they end after one.
     lead = 0 if whole else max(tail, setup.eval_every)
-    steps = lead + setup.steps + tail
-    simulated = _Simulated(profile, replace(setup, steps=steps), Draws(profile, seed, longest), write)
-    return run_virtual(simulated.run(setup, lead, recorder))
+    counted, setup = setup, replace(setup, steps=lead + setup.steps + tail)
 
-
-@dataclass
-class _Simulated:
-    profile: Profile
-    setup: Setup
-    """The configuration, with the steps before and after those that are counted."""
-    draws: Draws
-    write: Write | None
-
-    async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
-        profile, setup = self.profile, self.setup
+    async def run() -> Prediction:
         eval_every = setup.eval_every if profile.evaluation_requests else 0
-        config, machine = replace(setup, eval_every=eval_every).config(), Machine(profile, setup.num_ranks)
+        machine, draws = Machine(profile, setup.num_ranks), Draws(profile, seed, longest)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
         meter = Meter(trainer, engines, setup)
-        run = SimulatedRun(
-            config=config,
+        simulated = SimulatedRun(
+            config=replace(setup, eval_every=eval_every).config(),
             engines=engines,
             workers=trainer,
-            loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
-            scorer=drawn_reward(self.draws),
+            loop=ByThemselves(draws) if profile.has_tools else Together(draws),
+            scorer=drawn_reward(draws),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
             held_out=[
                 Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="")
                 for index in range(profile.evaluation_requests)
             ],
-            write=self.write,
+            write=write,
             as_source=meter.of,
         )
-        await run.train()
+        await simulated.train()
         meter.mark()
         return meter.prediction(counted, lead)
+
+    return run_virtual(run())
 
 
 class ProfiledTrainer(SimulatedTrainer):
@@ -146,7 +136,7 @@ class ProfiledTrainer(SimulatedTrainer):
 
 
 @dataclass
-class ProfiledCheckpoints:
+class ProfiledCheckpoints(NoCheckpoints):
     """Checkpoints whose copy takes its time; they are written in the background."""
 
     profile: Profile
@@ -158,11 +148,6 @@ class ProfiledCheckpoints:
 
     async def stage(self, global_steps: int) -> None:
         await asyncio.sleep(self.profile.checkpoint_s)
-
-    def commit(self, files: dict[str, bytes]) -> None: ...
-
-    def gauges(self) -> dict[str, float]:
-        return {}
 
 
 @dataclass(slots=True)

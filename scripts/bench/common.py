@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from configs.runtime.environment import PYTHON_PATH, REPO_ROOT
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
@@ -125,6 +126,10 @@ def coin_reward(prompt: Prompt, text: str) -> float:
     return float(zlib.crc32(text.encode()) % 2)
 
 
+COIN_REWARD = f"{coin_reward.__module__}:{coin_reward.__name__}"
+"""The value of rollout.reward."""
+
+
 def run_logged(command: Sequence[str], log: Path, **environment: str) -> None:
     """Run the command in the repository root, with its output in `log`. Raises RuntimeError with the end of `log` when
     it fails."""
@@ -141,6 +146,12 @@ def train(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
     command = [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *QUIET, *overrides]
     run_logged(command, run_dir.with_suffix(".log"))
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def cpu_seconds(*, own: bool = True) -> float:
+    """Return the CPU seconds of the processes that this one has started, and its own."""
+    process = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in [*process.children(recursive=True), *([process] if own else [])])
 
 
 def peak_host_bytes() -> int:

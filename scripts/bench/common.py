@@ -18,7 +18,8 @@ import psutil
 
 from configs.runtime.environment import PYTHON_PATH, REPO_ROOT
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
-from rollout.types import Completion, GenerationRequest, IntArray, Prompt, TokenSequence, VersionSpan
+from rollout.request_ids import RequestId
+from rollout.types import Completion, GenerationRequest, IntArray, Prompt, SamplingParams, TokenSequence, VersionSpan
 
 QUIET = ("plain_console=true", "wandb.mode=disabled")
 LengthOf = Callable[[int, int], int]
@@ -118,6 +119,13 @@ class SlowTools:
             prompt_ids=task.prompt.token_ids,
             sampling=replace(task.sampling, max_tokens=length, ignore_eos=True, stop_token_ids=()),
         )
+
+
+def make_task(ordinal: int) -> EpisodeTask:
+    """Return an episode that may be as long as it likes."""
+    prompt = Prompt(ordinal=ordinal, text="How many?", token_ids=(1,), ground_truth="55")
+    sampling = SamplingParams(max_tokens=2**20)
+    return EpisodeTask(request_id=RequestId(ordinal=ordinal), prompt=prompt, index=0, sampling=sampling)
 
 
 def coin_reward(prompt: Prompt, text: str) -> float:

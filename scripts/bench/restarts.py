@@ -3,8 +3,8 @@ Six minutes on two cores.
 
 python -m scripts.bench.restarts [--repeats 3]
 
-Real train workers of two ranks take 8 steps after a checkpoint. Then one of them is killed in a step, and all
-restart. The arms differ in what is kept for that:
+Real train workers of two ranks take 8 steps after a checkpoint. Then one of them is killed in a step, and all restart.
+The arms differ in what is kept for that:
 
 - `disk`: nothing but the checkpoint (trainer.spare_processes=false).
 - `spares`: processes that have imported everything, too, the default.
@@ -62,7 +62,7 @@ def main() -> None:
         async def run(arm: str, _: int) -> Figures:
             return await measure_restart(Path(folder), model, digests, arm)
 
-        runs = asyncio.run(take_turns(run, ARMS.keys(), repeats))
+        runs = asyncio.run(take_turns(run, list(ARMS), repeats))
     ray.shutdown()
     if len(set(digests)) != 1:
         raise RuntimeError(f"the weights after a restart differ: {digests}")

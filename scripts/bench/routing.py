@@ -145,10 +145,14 @@ class Bench:
         updating = asyncio.create_task(self._update()) if self.work.update_every_s else None
         async with asyncio.TaskGroup() as groups:
             for ordinal in self.work.order(count):
-                name = None
-                if self.arm in ("groups", "prefixes"):
-                    name = await self._router.acquire(GROUP, prefer=self._preferred(ordinal))
-                    self._had.setdefault(ordinal // self.work.family, set()).add(name)
+                name, family = None, ordinal // self.work.family
+                if self.arm == "groups":
+                    name = await self._router.acquire(GROUP)
+                elif self.arm == "prefixes":
+                    loads = {name: replica.in_flight for name, replica in self._router.replicas.items()}
+                    saved = dict.fromkeys(self._had.get(family, ()), self.work.document)
+                    name = await self._router.acquire(GROUP, prefer=preferred(loads, saved, TRAJECTORY_TOKENS))
+                    self._had.setdefault(family, set()).add(name)
                 for index in range(GROUP):
                     await self._places.acquire()
                     own = name or (await self._router.acquire(1) if self.arm == "episodes" else None)
@@ -158,13 +162,6 @@ class Bench:
         if updating is not None:
             updating.cancel()
         return {"tokens_per_s": sampled / seconds, "hits": self.cached_tokens / self.prompt_tokens}
-
-    def _preferred(self, ordinal: int) -> str | None:
-        if self.arm == "groups":
-            return None
-        loads = {name: replica.in_flight for name, replica in self._router.replicas.items()}
-        had = self._had.get(ordinal // self.work.family, ())
-        return preferred(loads, dict.fromkeys(had, self.work.document), TRAJECTORY_TOKENS)
 
     async def _update(self) -> None:
         """Bring new weights to every engine again and again, after which cached documents are of no use."""

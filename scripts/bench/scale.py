@@ -231,9 +231,9 @@ class Scene:
             workers=ProfiledTrainer(PROFILE, machine, 1),
             loop=Together(Draws(PROFILE)),
             collect_s=1e9,
-            beside=lambda fleet, _: [
-                FleetMonitor(fleet, HealthMonitor(TIMEOUT_S, 8.0), 1.0).run(),
-                self._direct(fleet, remotes, reachable[0]),
+            beside=lambda driver: [
+                FleetMonitor(driver.fleet, HealthMonitor(TIMEOUT_S, 8.0), 1.0).run(),
+                self._direct(driver.fleet, remotes, reachable[0]),
             ],
         )
         training = asyncio.create_task(run.train())

@@ -31,7 +31,7 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
     context = prompt + responses.mean / 2
     training, decoding, transfers = reach.training.value, reach.decoding.value, reach.transfers.value
     sources = ", ".join(config.data.sources)
-    one = f"the sources {sources} are alike: prompts and responses are of the one with the longest"
+    alike = f"the sources {sources} are alike: prompts and responses are of the one with the longest"
     return Profile(
         step_s=replica.step_s / decoding,
         step_s_per_request=context * replica.step_s_per_token / decoding + replica.step_s_per_request / training,
@@ -49,7 +49,7 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
             "one turn, without tools and with a reward that takes no time: profile.turns, tool_s, reward_s",
             "n ranks train a batch in 1/n of the time that depends on its tokens",
             "an engine's own time between two steps, and messages between the GPUs of a replica, take nothing",
-            *([one] if sources else []),
+            *([alike] if sources else []),
         ),
     )
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from configs.schema import StalePolicy
@@ -150,15 +151,6 @@ class ProfiledCheckpoints(NoCheckpoints):
         await asyncio.sleep(self.profile.checkpoint_s)
 
 
-@dataclass(slots=True)
-class _Mark:
-    """Sums at the beginning of a step."""
-
-    time: float
-    trainer_busy_s: float
-    replica_busy_s: float
-
-
 @dataclass
 class Meter:
     """Stands between train loop and buffer, and measures."""
@@ -166,7 +158,8 @@ class Meter:
     trainer: ProfiledTrainer
     engines: Sequence[ProfiledEngine]
     setup: Setup
-    _marks: list[_Mark] = field(default_factory=list)
+    _marks: list[tuple[float, float, float]] = field(default_factory=list)
+    """At the beginning of each step: the time, and the seconds that the trainer and the replicas have worked."""
     _waits: list[float] = field(default_factory=list)
     _tokens: list[Counter[int]] = field(default_factory=list)
     """The number of trained tokens of each step, by staleness."""
@@ -183,7 +176,7 @@ class Meter:
     async def next_batch(self, global_steps: int) -> TrainBatch:
         self.mark()
         batch = await self._buffer.next_batch(global_steps)
-        self._waits.append(self._clock() - self._marks[-1].time)
+        self._waits.append(asyncio.get_running_loop().time() - self._marks[-1][0])
         tokens = Counter[int]()
         for group in batch.groups:
             for trajectory in group.trajectories:
@@ -205,30 +198,24 @@ class Meter:
 
     def mark(self) -> None:
         busy_s = sum(engine.usage.busy_s for engine in self.engines)
-        self._marks.append(_Mark(self._clock(), self.trainer.busy_s, busy_s))
+        self._marks.append((asyncio.get_running_loop().time(), self.trainer.busy_s, busy_s))
 
     def prediction(self, setup: Setup, lead: int) -> Prediction:
-        first, last = self._marks[lead], self._marks[lead + setup.steps]
-        seconds = last.time - first.time
-        counted = self._tokens[lead : lead + setup.steps]
-        tokens_by_staleness = sum(counted, Counter[int]())
-        times = [mark.time for mark in self._marks[lead : lead + setup.steps + 1]]
+        marks, counted = self._marks[lead : lead + setup.steps + 1], slice(lead, lead + setup.steps)
+        seconds, trained_s, busy_s = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
+        tokens_by_staleness = sum(self._tokens[counted], Counter[int]())
         return Prediction(
             setup=setup,
             seconds=seconds,
             samples_per_s=setup.steps * setup.samples_per_step / seconds,
             tokens_per_s=tokens_by_staleness.total() / seconds,
-            trainer_idle=1 - (last.trainer_busy_s - first.trainer_busy_s) / seconds,
-            replica_idle=1 - (last.replica_busy_s - first.replica_busy_s) / (seconds * len(self.engines)),
+            trainer_idle=1 - trained_s / seconds,
+            replica_idle=1 - busy_s / (seconds * len(self.engines)),
             staleness_p50=weighted_median(tokens_by_staleness),
             staleness_max=max(tokens_by_staleness),
-            wait_s=tuple(self._waits[lead : lead + setup.steps]),
-            step_s=tuple(end - start for start, end in zip(times, times[1:], strict=False)),
+            wait_s=tuple(self._waits[counted]),
+            step_s=tuple(end - start for (start, *_), (end, *_) in pairwise(marks)),
         )
-
-    @staticmethod
-    def _clock() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def weighted_median(counts: Counter[int]) -> float:

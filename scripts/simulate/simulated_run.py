@@ -37,6 +37,16 @@ NEVER_S = 1e9
 AGENT_WORKER = "agent-worker-0"
 
 
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The parts of the driver that what runs beside them may need."""
+
+    fleet: ReplicaFleet
+    manager: CheckpointManager
+    buffer: TrajectoryBuffer
+    agents: AgentWorker
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     """The parts of a run that has neither models nor processes."""
@@ -60,8 +70,8 @@ class SimulatedRun:
     """Returns a replica as the driver and the agent worker call it."""
     as_runner: Callable[[GroupRunner], GroupRunner] = lambda agents: agents
     """Returns the runner of groups that the rollouter calls, given the agent worker."""
-    beside: Callable[[ReplicaFleet, CheckpointManager], Sequence[Coroutine[Any, Any, None]]] = lambda fleet, manager: ()
-    """Returns what else runs on the driver, given the fleet and what updates it."""
+    beside: Callable[[Driver], Sequence[Coroutine[Any, Any, None]]] = lambda driver: ()
+    """Returns what else runs on the driver."""
     as_source: Callable[[TrajectoryBuffer], GroupSource] = lambda buffer: buffer
     """Returns the source of groups for the train loop, given the buffer."""
 
@@ -126,9 +136,10 @@ class SimulatedRun:
                 await asyncio.sleep(1.0 if events.is_on else self.collect_s)
                 await collect_once()
 
+        driver = Driver(fleet, manager, buffer, agents)
         await manager.update_weights(0)
         started = clock()
-        await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(fleet, manager)])
+        await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(driver)])
         seconds = clock() - started
         await collect_once()
         return seconds

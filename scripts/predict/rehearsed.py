@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from typing import Any
 
 from configs.mixture import longest_source
 from configs.schema import Config
@@ -107,7 +108,8 @@ def splits(config: Config, shape: ModelShape, card: Card, profile: Profile) -> l
 
 def setup_of(config: Config) -> Setup:
     """Return the setup of the run, without what happens from time to time: evaluations and checkpoints."""
-    values = {name: attrgetter(key)(config) for name, key in KEYS.items()}
-    steps = -(-STEPS // config.weight_sync.interval) * config.weight_sync.interval
-    values |= {"stale_policy": config.rollout.stale_policy.value, "eval_every": 0, "checkpoint_every": 0}
-    return Setup(**values | {"steps": steps})
+    values: dict[str, Any] = {name: attrgetter(key)(config) for name, key in KEYS.items()}
+    values["stale_policy"] = config.rollout.stale_policy.value
+    values["eval_every"] = values["checkpoint_every"] = 0
+    values["steps"] = -(-STEPS // config.weight_sync.interval) * config.weight_sync.interval
+    return Setup(**values)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from scripts.plan.model_shape import ModelShape
     from scripts.plan.rehearsal.cards import Card, Reach
     from scripts.plan.rehearsal.rehearsal import Rehearsal
-    from scripts.predict.rehearsed import Split
 
 DEFAULT_CARD = "H100"
 
@@ -172,7 +171,10 @@ def show_times(
             raise ConfigError(f"save={own.save}: must be a file that can be written: {error}") from error
     for sentence in profile.assumed:
         write_line(f"assumed: {sentence}")
-    rows = [[str(each.num_replicas), str(each.num_ranks), *_seconds(each)] for each in ways]
+    rows = []
+    for each in ways:
+        seconds = [f"{seconds:.1f}" for seconds in (each.replicas_s, each.trainer_s, each.step_s)]
+        rows.append([str(each.num_replicas), str(each.num_ranks), *seconds])
     header = ["replicas", "ranks", "replicas s", "trainer s", "step s"]
     show_table("\nsplits of the GPUs, by arithmetic: seconds for the work of a step", header, rows)
     rows = []
@@ -186,10 +188,6 @@ def show_times(
     advice = advise_from_predictions(now, options)
     write_line(advice.text + "\n")
     write_json(figures(rehearsal, now, advice.text))
-
-
-def _seconds(split: "Split") -> list[str]:
-    return [f"{seconds:.1f}" for seconds in (split.replicas_s, split.trainer_s, split.step_s)]
 
 
 def figures(rehearsal: "Rehearsal", now: Any, advice: str) -> dict[str, Any]:

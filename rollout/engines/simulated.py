@@ -46,7 +46,7 @@ class SimulatedEngine:
     def __init__(
         self,
         *,
-        length_of: Callable[[GenerationRequest], int],
+        length_of: Callable[[GenerationRequest], int] = lambda request: request.sampling.max_tokens,
         step_s: float,
         max_num_seqs: int,
         swap_s: float = 0.0,

@@ -54,7 +54,7 @@ from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_tu
 from scripts.bench.models import ON_CPU
 from scripts.bench.updates import random_engine
 from scripts.launch.driver import make_rollouter
-from scripts.simulate.stand_ins import NO_REWARD
+from scripts.simulate.stand_ins import NO_REWARD, NoTokenizer
 
 ARMS = ("independent", "lockstep")
 PARTS = ("simulated", "vllm", "slow_env")
@@ -114,7 +114,7 @@ def main() -> None:
 
 def measure_simulated(job: Job) -> Figures:
     """Run each arm once: on a virtual clock the same job always has the same figures."""
-    return _compared("simulated", job, Runs({arm: [run_simulated(job, arm)] for arm in ARMS}))
+    return _compared("simulated", job, Runs.exact({arm: run_simulated(job, arm) for arm in ARMS}))
 
 
 async def measure_vllm(job: Job, repeats: int) -> Figures:
@@ -141,23 +141,18 @@ def _compared(name: str, job: Job, runs: Runs) -> Figures:
 def measure_slow_env(job: Job) -> Figures:
     """Run with more and more episodes on each seat."""
     arms = {name: replace(job, episodes_per_seat=per_seat) for name, per_seat in SLOW_ARMS.items()}
-    runs = Runs({name: [run_simulated(arm, "independent")] for name, arm in arms.items()})
+    runs = Runs.exact({name: run_simulated(arm, "independent") for name, arm in arms.items()})
     at_once = ", ".join(f"{arm.max_inflight} with {arm.episodes_per_seat} per seat" for arm in arms.values())
     columns = {"samples_per_s": ".1f", "idle_with_work": ".1%", "empty_seats": ".1%"}
     runs.show(f"slow_env: {job.num_groups} groups of 8, {job.seats} seats; episodes at once: {at_once}", columns)
     return {f"{name}_{figure}": runs.median(figure, name) for name in arms for figure in columns}
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
-
-
 def run_simulated(job: Job, arm: str) -> Figures:
     """Run on a virtual clock."""
 
     async def run() -> Figures:
-        engine = SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens, step_s=SIMULATED_TOKEN_S, max_num_seqs=job.seats
-        )
+        engine = SimulatedEngine(step_s=SIMULATED_TOKEN_S, max_num_seqs=job.seats)
         return await run_groups(job, arm, await started(engine))
 
     return run_virtual(run())
@@ -168,9 +163,6 @@ async def started(engine: Engine) -> RolloutReplica:
     replica = RolloutReplica(REPLICA, engine, WeightSyncConfig())
     await replica.tag_loaded(0)
     return replica
-
-
-# -- the run -----------------------------------------------------------------------------------------------------------
 
 
 async def run_groups(job: Job, arm: str, replica: RolloutReplica) -> Figures:
@@ -204,12 +196,12 @@ async def run_groups(job: Job, arm: str, replica: RolloutReplica) -> Figures:
     ended = clock()
     running.cancel()
     await asyncio.wait([running])
-    seconds, with_work = ended - began, gauge.mean(1, began, tools.last_began)
+    seconds = ended - began
     return {
         "samples_per_s": job.num_groups * job.group_size / seconds,
         "seconds": seconds,
         "engine_idle": 1 - gauge.mean(1, began, ended),
-        "idle_with_work": 1 - with_work,
+        "idle_with_work": 1 - gauge.mean(1, began, tools.last_began),
         "empty_seats": 1 - gauge.mean(job.seats, began, tools.last_began) / job.seats,
     }
 
@@ -313,17 +305,13 @@ class _Gauge:
             self._note(-1)
 
 
-class _OneToken:
+class _OneToken(NoTokenizer):
     """A tokenizer to which every text is one token."""
 
-    eos_token_id, is_fast, added_tokens_decoder, special_tokens_map = 0, False, {}, {}
-    name_or_path, chat_template = "", None
+    is_fast = False
 
     def __call__(self, text: str, add_special_tokens: bool, verbose: bool) -> dict[str, list[int]]:
         return {"input_ids": [7]}
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
-        return ""
 
 
 if __name__ == "__main__":

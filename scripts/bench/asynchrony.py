@@ -1,7 +1,7 @@
 """The question: what is asynchrony worth, and what does the framework cost? Forty minutes on two cores, `simulated`
 alone one.
 
-python -m scripts.bench.asynchrony [--quick] [--repeats 5] [--only PART ...]
+python -m scripts.bench.asynchrony [--repeats 5] [--only PART ...]
 
 - `simulated`: the real scheduling on simulated engines and a virtual clock, for max_staleness 0 (synchronous), 1, 2, 4
   and 8, over equal and over long-tailed (log-normal, sigma 1) responses, and how close each comes to the limit that
@@ -40,13 +40,12 @@ from rollout.prompts import PromptStream
 from rollout.replica.replica_group import ReplicaActor
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest, Prompt, SamplingParams
-from scripts.bench.common import ForcedLengths, LengthOf, LogNormalLengths, UniformLengths, coin_reward
-from scripts.bench.harness import Figures, make_parser, run_parts, take_turns
+from scripts.bench.common import COIN_REWARD, ForcedLengths, LengthOf, LogNormalLengths, UniformLengths
+from scripts.bench.harness import Figures, Runs, make_parser, run_parts, take_turns
 from scripts.bench.simulated_job import Job, limit_ratio, run_job
 from scripts.bench.trainings import another_run, started_run, train
 from scripts.launch.driver import make_rollouter
 from scripts.launch.start import StartedRun
-from scripts.observe.tables import show_table
 from trainer.ports import WeightUpdater
 from weight_sync.protocol import UpdateReport
 
@@ -63,45 +62,42 @@ LENGTHS: Mapping[str, LengthOf] = {
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=5, parts=PARTS)
-    parser.add_argument("--quick", action="store_true", help="small jobs and two repetitions, to see that it works")
-    options = parser.parse_args()
-    repeats, quick = 2 if options.quick else options.repeats, options.quick
+    options = make_parser(__doc__, repeats=5, parts=PARTS).parse_args()
     run_dir = (Path("runs") / f"bench_async-{time.strftime('%Y-%m-%d_%H-%M-%S')}").resolve()
     run_parts(
         options,
         {
-            "simulated": lambda: measure_simulated(num_steps=10 if quick else 60),
-            "vllm": lambda: measure_vllm(run_dir / "vllm", 5 if quick else 16, repeats),
-            "trainer": lambda: measure_trainer(run_dir / "trainer", 5 if quick else 20, repeats),
-            "framework": lambda: measure_framework(run_dir / "framework", 16 if quick else 64, repeats),
+            "simulated": lambda: measure_simulated(num_steps=60),
+            "vllm": lambda: measure_vllm(run_dir / "vllm", 16, options.repeats),
+            "trainer": lambda: measure_trainer(run_dir / "trainer", 20, options.repeats),
+            "framework": lambda: measure_framework(run_dir / "framework", 64, options.repeats),
         },
     )
 
 
 def measure_simulated(num_steps: int) -> Figures:
     """Show a table of all runs. Returns the figures of the last line."""
-    rows, figures = [], {}
+    by_arm, figures, unbounded = dict[str, Figures](), dict[str, float](), dict[str, float]()
     for name, sigma in (("equal", 0.0), ("longtail", 1.0)):
         job = Job(length_of=LogNormalLengths(mean=200, sigma=sigma, cap=2000), num_steps=num_steps)
         synchronous = run_job(job, 0)
         for max_staleness in (0, 1, DEFAULT_STALENESS, 4, 8):
             outcome = run_job(job, max_staleness)
             ratio, limit = synchronous.seconds / outcome.seconds, limit_ratio(job, max_staleness)
-            shares = (outcome.trainer_idle, outcome.replica_idle, ratio / limit)
-            numbers = [f"{outcome.samples_per_s:.1f}", f"{ratio:.2f}", f"{limit:.2f}"]
-            rows.append([f"{name}, {max_staleness}", *numbers, *(f"{share:.0%}" for share in shares)])
+            idle = {"trainer_idle": outcome.trainer_idle, "replica_idle": outcome.replica_idle}
+            compared = {"async_over_sync": ratio, "limit": limit, **idle, "share_of_limit": ratio / limit}
+            by_arm[f"{name}, {max_staleness}"] = {"samples_per_s": outcome.samples_per_s, **compared}
             if max_staleness == DEFAULT_STALENESS:
                 figures |= {f"async_over_sync_{name}": ratio, f"{name}_limit": limit}
-                figures |= {f"{name}_share_of_limit": ratio / limit}
-                figures |= {"trainer_idle": outcome.trainer_idle, "replica_idle": outcome.replica_idle}
-        rows.append([f"{name}, no bound", "", "", f"{limit_ratio(job, None):.2f}", "", "", ""])
+                figures |= {f"{name}_share_of_limit": ratio / limit, **idle}
+        unbounded[name] = limit_ratio(job, None)
     title = (
-        f"simulated: {num_steps} steps of 16 prompts x 8 responses of 200 tokens on average, 10 ms a token; 2 replicas "
-        "of 64 seats; 2 s of training a step"
+        f"simulated: responses, max_staleness; {num_steps} steps of 16 prompts x 8 responses of 200 tokens on average, "
+        "10 ms a token; 2 replicas of 64 seats; 2 s of training a step; limits without a bound "
+        f"{unbounded['equal']:.2f} and {unbounded['longtail']:.2f}"
     )
-    header = ["samples/s", "async/sync", "limit", "trainer idle", "replica idle", "of limit"]
-    show_table(title, ["responses, max_staleness", *header], rows)
+    shares = dict.fromkeys(("trainer_idle", "replica_idle", "share_of_limit"), ".0%")
+    Runs.exact(by_arm).show(title, {"samples_per_s": ".1f", "async_over_sync": ".2f", "limit": ".2f", **shares})
     return figures
 
 
@@ -110,11 +106,10 @@ def measure_simulated(num_steps: int) -> Figures:
 
 def vllm_config(num_steps: int) -> Config:
     """Return a job of random weights, so that nothing depends on what was learned. A step fills every seat once."""
-    reward = f"{coin_reward.__module__}:{coin_reward.__name__}"
     return Config(
         model=ModelConfig(warmup_steps=0),
         data=DataConfig(num_train=512, num_val=1),
-        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward=reward),
+        rollout=RolloutConfig(max_response_tokens=MAX_RESPONSE_TOKENS, reward=COIN_REWARD),
         checkpoint=CheckpointConfig(every=0),
         trainer=TrainerConfig(total_steps=num_steps, prompts_per_step=8, eval_every=0, layout=Layout.packed),
     )

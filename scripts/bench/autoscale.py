@@ -14,15 +14,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.buffer import TrajectoryBuffer
 from rollout.engines.virtual_clock import run_virtual
 from rollout.fleet.autoscaler import Autoscaler, Autoscaling
 from rollout.fleet.control import FleetControl
-from rollout.fleet.fleet import ReplicaFleet
 from rollout.fleet.operator import FleetOperator
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
-from rollout.rollouter import GroupRunner
 from scripts.bench.harness import Figures, Runs, make_parser
 from scripts.observe.tables import write_json
 from scripts.simulate.engine import ProfiledEngine
@@ -32,9 +29,8 @@ from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
 from scripts.simulate.setup import Setup
 from scripts.simulate.simulate import ProfiledTrainer
-from scripts.simulate.simulated_run import SimulatedRun
+from scripts.simulate.simulated_run import Driver, SimulatedRun
 from scripts.simulate.stand_ins import Nothing
-from weight_sync.checkpoint_manager import CheckpointManager
 
 PROFILE = Profile(
     step_s=0.012,
@@ -87,8 +83,6 @@ class Scene(Nothing):
             recorder=self,
             collect_s=1.0,
             beside=self._beside,
-            as_source=self._keep_buffer,
-            as_runner=self._keep_agents,
         )
         await run.train()
         return self._figures()
@@ -96,29 +90,21 @@ class Scene(Nothing):
     def _engine(self) -> ProfiledEngine:
         return ProfiledEngine(PROFILE, self._machine, SETUP.max_num_seqs)
 
-    def _keep_buffer(self, buffer: TrajectoryBuffer) -> TrajectoryBuffer:
-        self._buffer = buffer
-        return buffer
-
-    def _keep_agents(self, agents: Any) -> GroupRunner:
-        self._agents = agents
-        return agents
-
-    def _beside(self, fleet: ReplicaFleet, manager: CheckpointManager) -> Sequence[Coroutine[Any, Any, None]]:
-        self._fleet = fleet
+    def _beside(self, driver: Driver) -> Sequence[Coroutine[Any, Any, None]]:
+        self._fleet = fleet = driver.fleet
         if not self.autoscaled:
             return []
 
         async def start(name: str) -> RolloutReplica:
             await asyncio.sleep(START_S)
             replica = RolloutReplica(name, self._engine(), self._config.weight_sync)
-            self._agents.replicas[name] = replica.generate_group
+            driver.agents.replicas[name] = replica.generate_group
             return replica
 
         operator = FleetOperator(
-            fleet=fleet, control=FleetControl(fleet), start=start, catch_up=manager.catch_up, drain_timeout_s=1e9
+            fleet=fleet, control=FleetControl(fleet), start=start, catch_up=driver.manager.catch_up, drain_timeout_s=1e9
         )
-        scaling = Autoscaling(operator=operator, buffer=self._buffer, scaler=Autoscaler(1, MOST))
+        scaling = Autoscaling(operator=operator, buffer=driver.buffer, scaler=Autoscaler(1, MOST))
         return [operator.run(), scaling.run()]
 
     def _figures(self) -> Figures:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from configs.runtime.environment import PYTHON_PATH, REPO_ROOT
 from rollout.agents.loop import Episode, EpisodeTask, GenerateGroup, SingleTurn
-from rollout.types import Completion, GenerationRequest, IntArray, Prompt, TokenSequence, VersionSpan
+from rollout.request_ids import RequestId
+from rollout.types import Completion, GenerationRequest, IntArray, Prompt, SamplingParams, TokenSequence, VersionSpan
 
 QUIET = ("plain_console=true", "wandb.mode=disabled")
 LengthOf = Callable[[int, int], int]
@@ -119,10 +121,21 @@ class SlowTools:
         )
 
 
+def make_task(ordinal: int) -> EpisodeTask:
+    """Return an episode that may be as long as it likes."""
+    prompt = Prompt(ordinal=ordinal, text="How many?", token_ids=(1,), ground_truth="55")
+    sampling = SamplingParams(max_tokens=2**20)
+    return EpisodeTask(request_id=RequestId(ordinal=ordinal), prompt=prompt, index=0, sampling=sampling)
+
+
 def coin_reward(prompt: Prompt, text: str) -> float:
     """Return 0 or 1 by a hash of the text: an untrained model earns nothing, and a group whose rewards are all equal
     is not trained on."""
     return float(zlib.crc32(text.encode()) % 2)
+
+
+COIN_REWARD = f"{coin_reward.__module__}:{coin_reward.__name__}"
+"""The value of rollout.reward."""
 
 
 def run_logged(command: Sequence[str], log: Path, **environment: str) -> None:
@@ -141,6 +154,12 @@ def train(run_dir: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
     command = [sys.executable, "-m", "scripts.train", f"hydra.run.dir={run_dir}", *QUIET, *overrides]
     run_logged(command, run_dir.with_suffix(".log"))
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def cpu_seconds(*, own: bool = True) -> float:
+    """Return the CPU seconds of the processes that this one has started, and its own."""
+    process = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in [*process.children(recursive=True), *([process] if own else [])])
 
 
 def peak_host_bytes() -> int:

@@ -28,9 +28,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import psutil
-
 from configs.schema import RolloutConfig, WeightSyncConfig
 from rollout.engines.admission import Admission
 from rollout.engines.base import Engine
@@ -39,13 +36,13 @@ from rollout.fleet.concurrency import WINDOW_S, AdaptiveConcurrency, make_contro
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.replica.replica import RolloutReplica
 from rollout.request_ids import RequestId
-from rollout.types import GenerationRequest, SamplingParams
-from scripts.bench.common import LengthOf, LogNormalLengths
+from rollout.types import Completion, GenerationRequest, SamplingParams
+from scripts.bench.common import LengthOf, LogNormalLengths, cpu_seconds
 from scripts.bench.harness import Figures, Runs, make_parser, progress, run_parts, take_turns
 from scripts.bench.models import ON_CPU, Shape
+from scripts.bench.routing import SharingEngine, Work, converse, random_ids
 from scripts.bench.updates import random_engine
 from scripts.simulate.engine import ProfiledEngine
-from scripts.simulate.kv_cache import KvSegment
 from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
@@ -96,12 +93,11 @@ async def answer_all(
     clock, tokens = clock or asyncio.get_running_loop().time, engine.usage.tokens
     began = clock()
     wanted = [length_of(ordinal, 0) for ordinal in range(count)]
-    rng = np.random.default_rng(attempt)
 
     async def answer(ordinal: int) -> None:
         request = GenerationRequest(
             request_id=RequestId(ordinal=ordinal, attempt=attempt),
-            prompt_ids=tuple(rng.integers(20, 250, prompt).tolist()),
+            prompt_ids=tuple(random_ids(prompt, attempt, ordinal)),
             sampling=SamplingParams(max_tokens=wanted[ordinal], ignore_eos=True),
         )
         await engine.generate(request)
@@ -113,11 +109,6 @@ async def answer_all(
             await asyncio.sleep(0.05)
         rate = (engine.usage.tokens - tokens) / (clock() - began)
     return rate
-
-
-def engine_cpu_s() -> float:
-    """Return the CPU seconds of the processes that this one has started."""
-    return sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
 
 
 def simulated() -> dict[str, float]:
@@ -153,19 +144,6 @@ class Job:
     group_size: int = GROUP
     collect_s: float = 2.0
     """The seconds after which the replica is asked for its progress again."""
-
-
-class EpisodesEngine(ProfiledEngine):
-    """Shares the prompts of groups."""
-
-    def __init__(self, profile: Profile, max_num_seqs: int, prompt: int):
-        """`prompt`: the tokens of each."""
-        super().__init__(profile, Machine(profile, 1), max_num_seqs)
-        self._prompt = prompt
-
-    def segments(self, request: GenerationRequest) -> Sequence[KvSegment]:
-        [(episode, tokens)] = super().segments(request)
-        return [(("prompt", request.request_id.ordinal), self._prompt), (episode, tokens - self._prompt)]
 
 
 class Dispatch:
@@ -221,28 +199,20 @@ class Dispatch:
             await self._fleet.collect_progress()
 
     async def _episode(self, ordinal: int, index: int) -> None:
-        job = self._job
-        context = self._ids(ordinal, job.prompt)
-        for turn in range(job.turns):
-            length = job.length_of((ordinal * job.group_size + index) * job.turns + turn, index)
-            request = GenerationRequest(
-                request_id=RequestId(ordinal=ordinal, episode=index, turn=turn, attempt=self._seed),
-                prompt_ids=context,
-                sampling=SamplingParams(max_tokens=length, ignore_eos=True),
-                num_observed=job.said if turn else 0,
-            )
+        async def ask(request: GenerationRequest) -> Completion:
             [completion] = await self._replica.generate_group([request])
-            if turn + 1 < job.turns:
-                await asyncio.sleep(job.tool_s)
-                context += (*completion.token_ids.tolist(), *self._ids(1_000_000 + turn, job.said))
+            return completion
 
-    def _ids(self, which: int, count: int) -> tuple[int, ...]:
-        return tuple(np.random.default_rng([self._seed, which]).integers(20, 250, count).tolist())
+        job, which = self._job, RequestId(ordinal=ordinal, episode=index, attempt=self._seed)
+        first = (ordinal * job.group_size + index) * job.turns
+        lengths = [job.length_of(first + turn, index) for turn in range(job.turns)]
+        prompt = random_ids(job.prompt, self._seed, ordinal)
+        await converse(ask, which, prompt, lengths, said=job.said, tool_s=job.tool_s)
 
 
 async def dispatched(job: Job, profile: Profile, seats: int, limit: int | None, window_s: float = WINDOW_S) -> Figures:
     """Run a job on a simulated engine. `limit`: None for auto."""
-    engine = EpisodesEngine(profile, seats, job.prompt)
+    engine = SharingEngine(profile, Machine(profile, 1), seats, Work(prompt=job.prompt))
     if limit is not None:
         return await Dispatch(job, engine, limit, None).run()
     controller = make_controller(RolloutConfig(max_num_seqs=seats), job.group_size)
@@ -296,7 +266,12 @@ async def on_vllm(repeats: int) -> dict[str, float]:
                 engine._llm.admission = Admission(seats)  # nothing runs
                 attempt = 1000 + repetition
                 rate = await answer_all(
-                    engine, length_of, count=64, prompt=REAL_PROMPT, attempt=attempt, clock=engine_cpu_s
+                    engine,
+                    length_of,
+                    count=64,
+                    prompt=REAL_PROMPT,
+                    attempt=attempt,
+                    clock=lambda: cpu_seconds(own=False),
                 )
                 return {"tokens_per_cpu_s": rate}
 

@@ -1,7 +1,7 @@
 """The question: how many rollouts does an order of the prompts save? Easy and hard problems, uniform against frontier.
 Twenty minutes on two cores.
 
-python -m scripts.bench.curriculum [--seeds 3] [--steps 80] [--picture docs/assets/curriculum.png]
+python -m scripts.bench.curriculum [--seeds 3]
 
 The problems are word problems of two steps, which the warm model nearly always solves, and of three, at which it mostly
 stops too early. A quarter is hard, in the training set as in the held-out set. The arms differ in data.curriculum only:
@@ -13,7 +13,7 @@ stops too early. A quarter is hard, in the training set as in the held-out set. 
 The replicas are kept from arm to arm; each arm starts from the seed's warm model with new train workers. The last line
 is JSON, with means over the seeds for each arm.
 
-    rollouts_<arm>   trajectories trained until the first evaluation with a held-out accuracy of at least --target;
+    rollouts_<arm>   trajectories trained until the first evaluation with a held-out accuracy of at least 0.95;
                      of a training that never gets there, all of its trajectories
     reached_<arm>    share of the trainings that get there
     accuracy_<arm>   held-out accuracy at the end
@@ -23,7 +23,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -32,7 +31,7 @@ from configs.data import CurriculumConfig, DataConfig
 from configs.schema import Config
 from rollout.data.arithmetic import EVENTS, ITEMS, NAMES, OPENINGS, QUESTIONS, Problem, sloppy_answer
 from scripts.bench.harness import make_parser
-from scripts.bench.learning import draw, last, train_all
+from scripts.bench.learning import train_all
 from scripts.bench.trainings import Curve
 from scripts.observe.tables import show_table, write_json
 
@@ -46,6 +45,10 @@ DATA_SEED = 4321
 CLEAN_SHARE = 0.8
 """The share of the demonstrations that come first and are all right. Of the rest, hard ones stop early."""
 STOP_EARLY = 0.8
+TARGET = 0.95
+"""The held-out accuracy to be reached."""
+STEPS = 80
+"""The optimizer steps of a training."""
 ARMS = {
     "uniform": CurriculumConfig(),
     "frontier": CurriculumConfig(order="frontier"),
@@ -101,32 +104,22 @@ def make_problem(rng: random.Random, num_steps: int) -> Problem:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many: 0, 1, ...")
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a training")
-    parser.add_argument("--target", type=float, default=0.95, help="held-out accuracy to be reached")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--picture", type=Path, default=None, help="a .png of the learning curves")
-    options = parser.parse_args()
-    base = base_config(options.steps)
-    arms = {name: replace(base, data=replace(base.data, curriculum=ARMS[name])) for name in options.arms}
-    _, curves = asyncio.run(train_all(base, arms, options.seeds))
+    num_seeds = parser.parse_args().seeds
+    base = base_config(STEPS)
+    arms = {name: replace(base, data=replace(base.data, curriculum=curriculum)) for name, curriculum in ARMS.items()}
+    runs, curves = asyncio.run(train_all(base, arms, num_seeds))
     figures: dict[str, float] = {}
     rows = []
     for arm, of_arm in curves.items():
-        needed = [rollouts_until(curve, options.target) for curve in of_arm]
-        rollouts = [count or max(curve.samples.values()) for count, curve in zip(needed, of_arm, strict=True)]
-        ends = [last(curve)["accuracy"] for curve in of_arm]
-        before = mean(curve.accuracy[0] for curve in of_arm)
+        needed = [rollouts_until(curve, TARGET) for curve in of_arm]
+        rollouts = mean(count or max(curve.samples.values()) for count, curve in zip(needed, of_arm, strict=True))
+        before, end = mean(curve.accuracy[0] for curve in of_arm), mean(runs.values("accuracy", arm))
         shown = ["not reached" if count is None else str(count) for count in needed]
-        rows.append([arm, *shown, f"{mean(rollouts):.0f}", f"{before:.3f}", f"{mean(ends):.3f}"])
-        figures |= {
-            f"rollouts_{arm}": mean(rollouts),
-            f"reached_{arm}": mean(count is not None for count in needed),
-            f"accuracy_{arm}": mean(ends),
-        }
-    seeds = [f"seed {seed}" for seed in range(options.seeds)]
-    show_table(f"rollouts until {options.target:g}", ["arm", *seeds, "mean", "accuracy before", "at the end"], rows)
-    if options.picture is not None:
-        draw(curves, options.picture)
+        rows.append([arm, *shown, f"{rollouts:.0f}", f"{before:.3f}", f"{end:.3f}"])
+        reached = mean(count is not None for count in needed)
+        figures |= {f"rollouts_{arm}": rollouts, f"reached_{arm}": reached, f"accuracy_{arm}": end}
+    seeds = [f"seed {seed}" for seed in range(num_seeds)]
+    show_table(f"rollouts until {TARGET:g}", ["arm", *seeds, "mean", "accuracy before", "at the end"], rows)
     write_json(figures)
 
 

@@ -10,14 +10,12 @@ nothing waits.
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from rollout.engines.virtual_clock import run_virtual
-from rollout.events.driver import Write
 from scripts.bench.common import LogNormalLengths
 from scripts.bench.harness import Figures, make_parser, show_figures, take_turns
 from scripts.bench.simulated_job import Job, run_job_here
@@ -42,14 +40,14 @@ async def measure(job: Job, repeats: int, folder: Path) -> Figures:
     """Return the figures of the last line. `folder` is empty, and takes the events."""
 
     async def in_real_time(is_on: bool, number: int) -> Figures:
-        with written(folder / f"real-{number}" if is_on else None) as write:
-            outcome = await run_job_here(job, MAX_STALENESS, write=write)
+        with written(folder / f"real-{number}", is_on=is_on) as writer:
+            outcome = await run_job_here(job, MAX_STALENESS, write=writer and writer.put)
         return {"step_s": outcome.seconds / job.num_steps}
 
     def virtually(is_on: bool, number: int) -> Figures:
         began = time.process_time()
-        with written(folder / f"virtual-{number}" if is_on else None) as write:
-            run_virtual(run_job_here(job, MAX_STALENESS, write=write))
+        with written(folder / f"virtual-{number}", is_on=is_on) as writer:
+            run_virtual(run_job_here(job, MAX_STALENESS, write=writer and writer.put))
         return {"cpu_s": time.process_time() - began}
 
     arms = {"on": True, "off": False}
@@ -68,15 +66,12 @@ async def measure(job: Job, repeats: int, folder: Path) -> Figures:
     }
 
 
-@contextmanager
-def written(run_dir: Path | None) -> Iterator[Write | None]:
-    """Write events into a new folder; None writes none."""
-    if run_dir is None:
-        yield None
-        return
+def written(run_dir: Path, *, is_on: bool) -> AbstractContextManager[EventWriter | None]:
+    """Write events into a new folder, or none."""
+    if not is_on:
+        return nullcontext()
     run_dir.mkdir()
-    with EventWriter(run_dir=run_dir, failed=FailedWrites()) as writer:
-        yield writer.put
+    return EventWriter(run_dir=run_dir, failed=FailedWrites())
 
 
 if __name__ == "__main__":

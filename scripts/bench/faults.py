@@ -48,9 +48,9 @@ from rollout.engines.virtual_clock import run_virtual
 from rollout.replica.lifecycle import ReplicaState
 from scripts.bench.common import QUIET
 from scripts.bench.faulty_job import FaultyReplica, Job, job_config
-from scripts.bench.harness import make_parser, progress
+from scripts.bench.harness import Runs, make_parser, progress
 from scripts.observe.audit import ascends, audit
-from scripts.observe.tables import show_table, write_json
+from scripts.observe.tables import write_json
 from scripts.simulate.stand_ins import Nothing
 from trainer.tracking.sinks import METRICS_FILE, read_metrics
 from trainer.tracking.trajectories import TRAJECTORIES
@@ -109,14 +109,16 @@ def main() -> None:
 
 
 def show(rows: Sequence[Row]) -> None:
-    lines = []
-    for row in rows:
-        recovery = f"{median(row.recovery_s):.1f}" if row.recovery_s else "-"
-        again = "-" if math.isnan(row.tokens_again) else f"{row.tokens_again / max(1, row.injected):.0f} each"
-        lines.append([row.fault, row.engine, *(str(getattr(row, name)) for name in SUMS), recovery, again])
+    by_arm = {
+        f"{row.fault}, {row.engine}": {
+            **{name: getattr(row, name) for name in SUMS},
+            "recovery_s": median(row.recovery_s or [math.nan]),
+            "tokens_again_each": row.tokens_again / max(1, row.injected),
+        }
+        for row in rows
+    }
     title = "faults (recovery: median seconds until all replicas serve again, or the next step)"
-    header = ["injected", "lost", "twice", "restarted", "descending", "unbounded", "recovery s", "tokens again"]
-    show_table(title, ["fault", "engine", *header], lines)
+    Runs.exact(by_arm).show(title, dict.fromkeys(SUMS, "g") | {"recovery_s": ".1f", "tokens_again_each": ".0f"})
 
 
 # -- parts that break, on a virtual clock ------------------------------------------------------------------------------

@@ -79,11 +79,7 @@ class FaultyReplica(RolloutReplica):
         self._answers = asyncio.Event()
         self._answers.set()
         self.simulated = SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens,
-            step_s=token_s,
-            max_num_seqs=config.rollout.max_num_seqs,
-            swap_s=token_s,
-            sleep=self._sleep,
+            step_s=token_s, max_num_seqs=config.rollout.max_num_seqs, swap_s=token_s, sleep=self._sleep
         )
         super().__init__(name, self.simulated, config.weight_sync, sampled)
 

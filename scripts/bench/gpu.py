@@ -58,6 +58,7 @@ from scripts.bench.gpu_parts import Setting
 from scripts.bench.harness import Figures, make_parser
 from scripts.observe.tables import write_json, write_line
 from trainer.tracking.machine import GPU_QUERY, output, packages
+from trainer.tracking.sinks import write_atomically
 
 LAST_LINES = 40
 """The lines of a failed part that are shown: the reason why vLLM does not start comes before its last traceback."""
@@ -113,9 +114,8 @@ class Record:
     """The last lines that a failed part wrote, its traceback's last."""
 
     def write(self, folder: Path) -> None:
-        aside = folder / f"{self.part}.tmp"  # renamed when it is whole, because a part may be killed at any moment
-        aside.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        aside.replace(folder / f"{self.part}.json")
+        # Whole or not at all, because a part may be killed at any moment.
+        write_atomically(folder / f"{self.part}.json", f"{json.dumps(asdict(self), indent=2)}\n".encode())
 
 
 def read_record(part: str, folder: Path) -> Record | None:
@@ -133,27 +133,19 @@ def main() -> None:
     options = parser.parse_args()
     setting = Setting(folder=options.folder.resolve(), dry_run=options.dry_run)
     if options.here is not None:
-        run_here(options.here, setting)
+        started = time.monotonic()
+        figures = PARTS[options.here].run(setting)
+        seconds = round(time.monotonic() - started, 1)
+        Record(part=options.here, outcome="done", seconds=seconds, figures=dict(figures)).write(setting.folder)
         return
     parts = {name: part for name, part in PARTS.items() if name in options.only}
-    records = run_parts(parts, setting, options.budget_s, part_command(setting))
+    # Each part in a process of its own, whose GPU memory is free when it ends.
+    command = [sys.executable, "-m", "scripts.bench.gpu", "--folder", str(setting.folder)]
+    command += [*(["--dry-run"] if setting.dry_run else []), "--here"]
+    records = run_parts(parts, setting, options.budget_s, command)
     write_line(markdown(records))
     write_json(last_line(records, setting.device))
     sys.exit(any(record.outcome == "failed" for record in records))
-
-
-def run_here(name: str, setting: Setting) -> None:
-    """Run a part in its own process, whose GPU memory is free when it ends."""
-    started = time.monotonic()
-    figures = PARTS[name].run(setting)
-    seconds = round(time.monotonic() - started, 1)
-    Record(part=name, outcome="done", seconds=seconds, figures=dict(figures)).write(setting.folder)
-
-
-def part_command(setting: Setting) -> list[str]:
-    """Return the command to which a part's name is appended."""
-    dry_run = ["--dry-run"] if setting.dry_run else []
-    return [sys.executable, "-m", "scripts.bench.gpu", "--folder", str(setting.folder), *dry_run, "--here"]
 
 
 def run_parts(parts: Mapping[str, Part], setting: Setting, budget_s: float, command: Sequence[str]) -> list[Record]:

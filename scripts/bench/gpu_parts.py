@@ -40,7 +40,7 @@ from configs.trainer import GradientCheckpointing
 from rollout.request_ids import RequestId
 from rollout.types import GenerationRequest, SamplingParams
 from scripts.bench import trainer, tree
-from scripts.bench.common import coin_reward, peak_host_bytes, train
+from scripts.bench.common import COIN_REWARD, peak_host_bytes, train
 from scripts.bench.harness import Figures, Runs, progress, take_turns
 from scripts.bench.models import ON_CPU, SHAPES, Shape, build, write_config
 from scripts.bench.updates import (
@@ -463,7 +463,7 @@ ASYNCHRONY_JOB = (
     "data.num_val=1",
     "trainer.eval_every=0",
     "rollout.max_response_tokens=256",
-    f"rollout.reward={coin_reward.__module__}:{coin_reward.__name__}",
+    f"rollout.reward={COIN_REWARD}",
 )
 """Random weights end a response at about every 500th token: long-tailed, cut off at 256. Half of the rewards are 1."""
 FIGURES = (

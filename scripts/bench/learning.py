@@ -13,7 +13,7 @@ model with new train workers.
   importance weights): the ratio is 1, nothing is clipped.
 - exact, only with --arms: the ratio is against the version that sampled each token, as the trainer computes it
   (algorithm.proximal=exact), and importance weights correct for what the replicas compute otherwise, in --dtype.
-- near, masked, stacked, m2po and vespo, only with --arms: the corrections of 2026. near is prime-rl's default (dppo_tv
+- near, masked, stacked and m2po, only with --arms: the corrections of 2026. near is prime-rl's default (dppo_tv
   and a squared log ratio to the policy that sampled), masked off-policy sequence masking, stacked truncated weights
   with masks of tokens, sequences and outliers.
 
@@ -59,7 +59,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "rejections": {"token_k1": [0.5, 2], "seq_mean_k1": [0.9, 1.1], "seq_max_k1": [1e-4, 100]},
     },
     "m2po": {"loss": "m2po"},
-    "vespo": {"loss": "vespo"},
 }
 """The keys of `algorithm` that differ from the default, by the second half of an arm's name."""
 ARMS = [SYNCHRONOUS, *(f"S{bound}_{kind}" for bound in (1, 2, 4, 8) for kind in ("corrected", "uncorrected"))]

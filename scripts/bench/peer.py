@@ -55,13 +55,12 @@ def main() -> None:
     parser.add_argument("--model", choices=("small", "tiny"), default="small", help="of those that are made here")
     threads_help = "torch threads of TRL: an arm each, the best counts"
     parser.add_argument("--peer-threads", type=int, nargs="+", default=[1, 2], help=threads_help)
-    parser.add_argument("--venv", type=Path, default=WORK / "venv", help="TRL's environment; made if missing")
     options = parser.parse_args()
     out = WORK / f"runs-{time.strftime('%H%M%S')}"
     if sys.platform == "linux":  # inherited by every arm
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     out.mkdir(parents=True)
-    venv = options.venv.absolute()  # children run in the repository root
+    venv = WORK / "venv"
     config, version = resolve(options.steps, 0, options.model), ensure_environment(venv)
     progress(f"TRL {version}, model={options.model}, {options.steps} steps; files are in {out}")
     *_, model = models.warm_tiny_model(config)

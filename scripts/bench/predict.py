@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from scripts.bench.common import train
+from scripts.bench.common import COIN_REWARD, train
 from scripts.bench.harness import make_parser, progress
 from scripts.observe.tables import show_table, write_json
 from scripts.predict.fit import MeasuredRun, fit, measured_rate, read_run, simulated_rate
@@ -35,7 +35,7 @@ COMMON = (
     "data.num_val=1",
     "rollout.max_response_tokens=192",
     "rollout.max_num_seqs=96",
-    "rollout.reward=scripts.bench.predict:is_even",
+    f"rollout.reward={COIN_REWARD}",
     "trainer.lr=1e-9",
     "trainer.eval_every=0",
     "trainer.prompts_per_step=4",
@@ -56,11 +56,6 @@ HELD_OUT: dict[str, tuple[str, ...]] = {
     "12 prompts a step": ("trainer.prompts_per_step=12",),
 }
 BAR = 0.1
-
-
-def is_even(prompt: str, text: str) -> float:
-    """Reward half of all answers, whatever the model: so there is always something to train."""
-    return float(len(text) % 2 == 0)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """The question: how long does training stand still when a train worker dies, and where does that time go?
 Six minutes on two cores.
 
-python -m scripts.bench.restarts [--repeats 3] [--steps 8] [--model tiny]
+python -m scripts.bench.restarts [--repeats 3]
 
-Real train workers of two ranks take `--steps` steps after a checkpoint. Then one of them is killed in a step, and all
-restart. The arms differ in what is kept for that:
+Real train workers of two ranks take 8 steps after a checkpoint. Then one of them is killed in a step, and all restart.
+The arms differ in what is kept for that:
 
 - `disk`: nothing but the checkpoint (trainer.spare_processes=false).
 - `spares`: processes that have imported everything, too, the default.
@@ -32,19 +32,19 @@ import ray
 
 from configs.checkpoint import CHECKPOINTS, CheckpointConfig
 from configs.schema import Config, TrainerConfig
-from rollout.types import TrajectoryGroup
 from scripts.bench.harness import Figures, make_parser, take_turns
 from scripts.observe.tables import write_json
 from scripts.plan.rehearsal.rehearsal import make_group
 from trainer.advantages.credit import assign_credit
 from trainer.batch import StepBatch, assemble
 from trainer.checkpoint.store import TRAIN_FOLDER, CheckpointStore
-from trainer.tiny.model import TINY, ModelSize, build_tokenizer, save_tiny_model
+from trainer.tiny.model import build_tokenizer, save_tiny_model
 from trainer.tokens import sampled_tokens
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
 
-SIZES = {"tiny": TINY, "25m": ModelSize(hidden_size=512, num_layers=8)}
+STEPS = 8
+"""The steps after the checkpoint, which may be trained again."""
 ARMS = {"disk": (False, 0), "spares": (True, 0), "memory": (False, 1), "both": (True, 1)}
 """(trainer.spare_processes, checkpoint.memory_every)"""
 PARTS = ("total", "processes", "imports", "model", "state", "steps")
@@ -52,54 +52,48 @@ PROMPT, RESPONSE, GROUPS, GROUP_SIZE = 32, 128, 4, 8
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=3)
-    parser.add_argument("--steps", type=int, default=8, help="steps after the checkpoint, which may be trained again")
-    parser.add_argument("--model", choices=SIZES, default="tiny")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
-    options = parser.parse_args()
+    repeats = make_parser(__doc__, repeats=3).parse_args().repeats
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0, size=SIZES[options.model])
+        save_tiny_model(model, build_tokenizer(["0123456789"]), seed=0)
         digests: list[str] = []
 
         async def run(arm: str, _: int) -> Figures:
-            return await measure_restart(Path(folder), model, options.steps, digests, arm)
+            return await measure_restart(Path(folder), model, digests, arm)
 
-        runs = asyncio.run(take_turns(run, options.arms, options.repeats))
+        runs = asyncio.run(take_turns(run, list(ARMS), repeats))
     ray.shutdown()
     if len(set(digests)) != 1:
         raise RuntimeError(f"the weights after a restart differ: {digests}")
-    title = f"a rank dies {options.steps} steps after the checkpoint: seconds until training goes on"
-    runs.show(title, {part: ".2f" for part in (*PARTS, "copy")}, over="disk" if "disk" in options.arms else None)
-    figures = {f"{part}_s_{arm}": runs.median(part, arm) for arm in options.arms for part in (*PARTS, "copy")}
-    if "disk" in options.arms:
-        figures |= {f"speedup_{arm}": runs.ratio("total", "disk", over=arm) for arm in options.arms}
-    write_json(figures)
+    title = f"a rank dies {STEPS} steps after the checkpoint: seconds until training goes on"
+    runs.show(title, {part: ".2f" for part in (*PARTS, "copy")}, over="disk")
+    figures = {f"{part}_s_{arm}": runs.median(part, arm) for arm in ARMS for part in (*PARTS, "copy")}
+    write_json(figures | {f"speedup_{arm}": runs.ratio("total", "disk", over=arm) for arm in ARMS})
 
 
-async def measure_restart(folder: Path, model: Path, steps: int, digests: list[str], arm: str) -> Figures:
+async def measure_restart(folder: Path, model: Path, digests: list[str], arm: str) -> Figures:
     has_spares, memory_every = ARMS[arm]
     config = Config(
-        trainer=TrainerConfig(num_ranks=2, total_steps=steps + 2, lr=1e-3, spare_processes=has_spares),
-        checkpoint=CheckpointConfig(every=steps + 2, memory_every=memory_every),
+        trainer=TrainerConfig(num_ranks=2, total_steps=STEPS + 2, lr=1e-3, spare_processes=has_spares),
+        checkpoint=CheckpointConfig(every=STEPS + 2, memory_every=memory_every),
     )
     run_dir = Path(tempfile.mkdtemp(dir=folder))
-    group = TrainWorkerGroup(config=config, device="cpu", on_start=lambda name: _nothing)
+    group = TrainWorkerGroup(config=config, device="cpu", on_start=lambda name: lambda: None)
     store = CheckpointStore(run_dir / CHECKPOINTS)
     workers = RecoveringWorkers(group=group, store=store, config=config, report=lambda text: None)
     copying = [0.0]
     try:
         await workers.setup(str(model))
-        batches = [make_batch(config, step) for step in range(steps + 2)]
+        batches = [make_batch(config, step) for step in range(STEPS + 2)]
         await workers.train_step(batches[0], 0)
         await _save(workers, store)
-        for step in range(1, steps + 1):
+        for step in range(1, STEPS + 1):
             await workers.train_step(batches[step], step)
             copying.append(workers.gauges().get("checkpoint/memory_seconds", 0.0))
         await asyncio.gather(*(spare.import_s.remote() for spare in group.spares))  # follows their imports
         pid = await group.actors[1].__ray_call__.remote(lambda actor: os.getpid())
-        call = asyncio.create_task(workers.train_step(batches[steps + 1], steps + 1))
+        call = asyncio.create_task(workers.train_step(batches[STEPS + 1], STEPS + 1))
         await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         digests.append((await call).weights)
@@ -118,7 +112,11 @@ async def _save(workers: RecoveringWorkers, store: CheckpointStore) -> None:
 
 def make_batch(config: Config, step: int) -> StepBatch:
     """Return random groups, half of whose responses are rewarded."""
-    groups = [_rewarded(make_group(GROUPS * step + number, PROMPT, RESPONSE, GROUP_SIZE)) for number in range(GROUPS)]
+    groups = []
+    for number in range(GROUPS):
+        group = make_group(GROUPS * step + number, PROMPT, RESPONSE, GROUP_SIZE)
+        rewarded = [replace(each, reward=float(index % 2)) for index, each in enumerate(group.trajectories)]
+        groups.append(replace(group, trajectories=tuple(rewarded)))
     credit = assign_credit(groups, sampled_tokens(groups, step), {}, config, step)
     return assemble(
         groups,
@@ -128,14 +126,6 @@ def make_batch(config: Config, step: int) -> StepBatch:
         tokens_per_micro_batch=config.trainer.tokens_per_micro_batch,
         keep_idle=False,
     )
-
-
-def _rewarded(group: TrajectoryGroup) -> TrajectoryGroup:
-    rewarded = [replace(each, reward=float(index % 2)) for index, each in enumerate(group.trajectories)]
-    return replace(group, trajectories=tuple(rewarded))
-
-
-def _nothing() -> None: ...
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The question: does it matter which replica a group, an episode or a turn goes to? Three minutes.
 
-python -m scripts.bench.routing [--replicas 64] [--only answers agents documents shuffled] [--vllm]
+python -m scripts.bench.routing [--only answers agents documents shuffled] [--vllm]
 
 The real router hands out work to 64 simulated replicas with KV caches on a virtual clock. The arms:
 
@@ -23,8 +23,8 @@ The last line is JSON, with <work>_<arm>_ before each: `hits`, the share of prom
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -55,7 +55,7 @@ PROFILE = Profile(
     swap_s=0.05,
 )
 """About a model of 7B on an H100."""
-GROUP, SEATS = 8, 64
+NUM_REPLICAS, GROUP, SEATS = 64, 8, 64
 TRAJECTORY_TOKENS = 500.0
 """The prompt tokens whose prefill delays a replica as much as one more trajectory: with this profile, one of 400 tokens
 adds 20 ms to the steps of the others, and so does the prefill of 500 tokens."""
@@ -145,10 +145,14 @@ class Bench:
         updating = asyncio.create_task(self._update()) if self.work.update_every_s else None
         async with asyncio.TaskGroup() as groups:
             for ordinal in self.work.order(count):
-                name = None
-                if self.arm in ("groups", "prefixes"):
-                    name = await self._router.acquire(GROUP, prefer=self._preferred(ordinal))
-                    self._had.setdefault(ordinal // self.work.family, set()).add(name)
+                name, family = None, ordinal // self.work.family
+                if self.arm == "groups":
+                    name = await self._router.acquire(GROUP)
+                elif self.arm == "prefixes":
+                    loads = {name: replica.in_flight for name, replica in self._router.replicas.items()}
+                    saved = dict.fromkeys(self._had.get(family, ()), self.work.document)
+                    name = await self._router.acquire(GROUP, prefer=preferred(loads, saved, TRAJECTORY_TOKENS))
+                    self._had.setdefault(family, set()).add(name)
                 for index in range(GROUP):
                     await self._places.acquire()
                     own = name or (await self._router.acquire(1) if self.arm == "episodes" else None)
@@ -158,13 +162,6 @@ class Bench:
         if updating is not None:
             updating.cancel()
         return {"tokens_per_s": sampled / seconds, "hits": self.cached_tokens / self.prompt_tokens}
-
-    def _preferred(self, ordinal: int) -> str | None:
-        if self.arm == "groups":
-            return None
-        loads = {name: replica.in_flight for name, replica in self._router.replicas.items()}
-        had = self._had.get(ordinal // self.work.family, ())
-        return preferred(loads, dict.fromkeys(had, self.work.document), TRAJECTORY_TOKENS)
 
     async def _update(self) -> None:
         """Bring new weights to every engine again and again, after which cached documents are of no use."""
@@ -180,48 +177,67 @@ class Bench:
             self._had.clear()
 
     async def _episode(self, ordinal: int, index: int, name: str | None) -> None:
-        work, context = self.work, self.prompt_ids(ordinal)
-        for turn in range(work.turns):
+        async def ask(request: GenerationRequest) -> Completion:
             own = name or await self._router.acquire(1)
-            length = work.length(ordinal, index, turn)
-            request = GenerationRequest(
-                request_id=RequestId(ordinal=ordinal, episode=index, turn=turn, attempt=self.seed),
-                prompt_ids=tuple(context),
-                sampling=SamplingParams(max_tokens=length, ignore_eos=True),
-            )
             completion = await self.engines[own].generate(request)
-            self._count(request, completion)
+            self.prompt_tokens += len(request.prompt_ids)
+            self.cached_tokens += completion.cached_tokens
+            self.sampled_tokens += completion.num_tokens
             if name is None:
                 self._router.release(own, 1)
-            if turn + 1 < work.turns:
-                await asyncio.sleep(work.tool_s)
-                said = np.random.default_rng([ordinal, index, turn]).integers(20, 500, work.said).tolist()
-                context += [*completion.token_ids.tolist(), *said]
+            return completion
+
+        work, which = self.work, RequestId(ordinal=ordinal, episode=index, attempt=self.seed)
+        lengths = [work.length(ordinal, index, turn) for turn in range(work.turns)]
+        await converse(ask, which, self.prompt_ids(ordinal), lengths, said=work.said, tool_s=work.tool_s)
         if name is not None:
             self._router.release(name, 1)
 
-    def _count(self, request: GenerationRequest, completion: Completion) -> None:
-        self.prompt_tokens += len(request.prompt_ids)
-        self.cached_tokens += completion.cached_tokens
-        self.sampled_tokens += completion.num_tokens
-
     def prompt_ids(self, ordinal: int) -> list[int]:
-        def draw(kind: int, which: int, count: int) -> list[int]:
-            if not self.is_real:
-                return [0] * count
-            return np.random.default_rng([self.seed, kind, which]).integers(20, 500, count).tolist()
+        work = self.work
+        if not self.is_real:
+            return [0] * (work.document + work.prompt)
+        document = random_ids(work.document, self.seed, 0, ordinal // work.family)
+        return document + random_ids(work.prompt, self.seed, 1, ordinal)
 
-        document = draw(0, ordinal // self.work.family, self.work.document)
-        return document + draw(1, ordinal, self.work.prompt)
+
+async def converse(
+    ask: Callable[[GenerationRequest], Awaitable[Completion]],
+    which: RequestId,
+    prompt: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    said: int,
+    tool_s: float,
+) -> None:
+    """Ask for turns of these lengths, one after another. Between two, a tool takes its time and says so many tokens."""
+    context = [*prompt]
+    for turn, length in enumerate(lengths):
+        if turn:
+            await asyncio.sleep(tool_s)
+            context += random_ids(said, which.attempt, which.ordinal, which.episode, turn)
+        request = GenerationRequest(
+            request_id=replace(which, turn=turn),
+            prompt_ids=tuple(context),
+            sampling=SamplingParams(max_tokens=length, ignore_eos=True),
+            num_observed=said if turn else 0,
+        )
+        context += (await ask(request)).token_ids.tolist()
+
+
+def random_ids(count: int, *seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(20, 500, count).tolist()
 
 
 class SharingEngine(ProfiledEngine):
     """Shares the documents of families and the prompts of groups."""
 
-    work: Work
+    def __init__(self, profile: Profile, machine: Machine, max_num_seqs: int, work: Work):
+        super().__init__(profile, machine, max_num_seqs)
+        self._work = work
 
     def segments(self, request: GenerationRequest) -> Sequence[KvSegment]:
-        ordinal, work = request.request_id.ordinal, self.work
+        ordinal, work = request.request_id.ordinal, self._work
         own = len(request.prompt_ids) - work.document - work.prompt
         [(episode, _)] = super().segments(request)
         document = ("document", ordinal // work.family), work.document
@@ -233,8 +249,7 @@ async def simulated(
 ) -> Figures:
     machine, engines = Machine(profile, 1), dict[str, Engine]()
     for index in range(num_replicas):
-        engine = SharingEngine(profile, machine, SEATS)
-        engine.work = work
+        engine = SharingEngine(profile, machine, SEATS, work)
         await engine.tag_loaded(0)
         engines[f"replica-{index}"] = engine
     return await Bench(work, arm, engines, room=room).run()
@@ -261,14 +276,12 @@ async def on_vllm(repeats: int) -> Figures:
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=3, parts=[*WORK])
-    parser.add_argument("--replicas", type=int, default=64, help="simulated replicas [64]")
     parser.add_argument("--vllm", action="store_true", help="two real engines, too")
     options = parser.parse_args()
     figures = dict[str, float]()
     for name in options.only:
-        runs = Runs.exact({arm: run_virtual(simulated(WORK[name], arm, options.replicas)) for arm in ARMS})
-        title = f"{name} on {options.replicas} simulated replicas"
-        runs.show(title, {"tokens_per_s": ".0f", "hits": ".3f"}, over="groups")
+        runs = Runs.exact({arm: run_virtual(simulated(WORK[name], arm, NUM_REPLICAS)) for arm in ARMS})
+        runs.show(f"{name} on {NUM_REPLICAS} simulated replicas", {"tokens_per_s": ".0f", "hits": ".3f"}, over="groups")
         figures |= runs.all_medians(f"{name}_")
     if options.vllm:
         figures |= asyncio.run(on_vllm(options.repeats))

@@ -24,7 +24,6 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from configs.schema import Config
 from rollout.engines.base import EngineDiedError
 from rollout.engines.virtual_clock import run_virtual
 from rollout.errors import ReplicaLostError
@@ -212,6 +211,8 @@ class Scene:
         count = self.num_replicas
         setup = replace(SETUP, num_replicas=count, prompts_per_step=count // 2, steps=1000)
         config, machine = setup.config(), Machine(PROFILE, 1)
+        # The deadlines of a run for what does not answer.
+        sync = replace(config.weight_sync, stage_timeout_s=60.0, pause_timeout_s=30.0, swap_timeout_s=30.0)
         reachable = [asyncio.Event(), asyncio.Event()]  # of the rack, and of the others
         for event in reachable:
             event.set()
@@ -223,14 +224,17 @@ class Scene:
             return remotes[-1]
 
         run = SimulatedRun(
-            config=_with_deadlines(config),
+            config=replace(config, weight_sync=sync),
             engines=engines,
             as_member=as_member,
             as_runner=RemoteAgents,
             workers=ProfiledTrainer(PROFILE, machine, 1),
             loop=Together(Draws(PROFILE)),
             collect_s=1e9,
-            beside=lambda fleet, _: [self._monitor(fleet), self._direct(fleet, remotes, reachable[0])],
+            beside=lambda driver: [
+                FleetMonitor(driver.fleet, HealthMonitor(TIMEOUT_S, 8.0), 1.0).run(),
+                self._direct(driver.fleet, remotes, reachable[0]),
+            ],
         )
         training = asyncio.create_task(run.train())
         self._done = asyncio.Event()
@@ -242,9 +246,6 @@ class Scene:
         training.cancel()
         await asyncio.gather(training, return_exceptions=True)
         loop.set_task_factory(None)  # what the loop itself runs at its end has no name
-
-    async def _monitor(self, fleet: ReplicaFleet) -> None:
-        await FleetMonitor(fleet, HealthMonitor(TIMEOUT_S, 8.0), 1.0).run()
 
     async def _direct(self, fleet: ReplicaFleet, remotes: Sequence[Remote], rack: asyncio.Event) -> None:
         clock, meter = asyncio.get_running_loop().time, self.meter
@@ -281,12 +282,6 @@ class Scene:
             worst = max(worst, meter.driver() - before)
         self.figures["rack_ms"], self.figures["recovery_s"] = 1000 * worst, clock() - began
         self._done.set()
-
-
-def _with_deadlines(config: Config) -> Config:
-    """Return the config with the deadlines of a run for what does not answer."""
-    sync = replace(config.weight_sync, stage_timeout_s=60.0, pause_timeout_s=30.0, swap_timeout_s=30.0)
-    return replace(config, weight_sync=sync)
 
 
 def main() -> None:

@@ -37,14 +37,12 @@ from typing import Any
 import numpy as np
 
 from rollout.actors.collector import collect_rarely
-from rollout.agents.loop import EpisodeTask
 from rollout.environments.search.documents import Document, Found, Retriever
 from rollout.environments.search.fts5 import Fts5Retriever
 from rollout.environments.search.tags import agent_loop
 from rollout.environments.search.world import World
-from rollout.request_ids import RequestId
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
-from scripts.bench.common import scripted
+from rollout.types import Completion, GenerationRequest
+from scripts.bench.common import make_task, scripted
 from scripts.bench.event_loop import Stalls
 from scripts.bench.harness import make_parser, show_figures
 from scripts.observe.tables import write_json
@@ -166,7 +164,7 @@ async def run(job: Job, retriever: Retriever) -> dict[str, float]:
     async def one_after_another(number: int) -> None:
         await asyncio.sleep(number / job.episodes * job.turn_s)
         while time.perf_counter() < began + job.seconds:
-            episode = await loop.run_episode(_task(next(numbers)), policy.generate)
+            episode = await loop.run_episode(make_task(next(numbers)), policy.generate)
             assert episode.result is None or episode.result.error is None, episode.result
 
     async with stalls.watched():
@@ -195,12 +193,6 @@ def idle_stalls(seconds: float) -> dict[str, float]:
 
     asyncio.run(wait())
     return stalls.figures("idle_stall")
-
-
-def _task(number: int) -> EpisodeTask:
-    prompt = Prompt(ordinal=number, text="Where?", token_ids=(1, 2, 3), ground_truth="nowhere")
-    sampling = SamplingParams(max_tokens=4096)
-    return EpisodeTask(request_id=RequestId(ordinal=number), prompt=prompt, index=0, sampling=sampling)
 
 
 if __name__ == "__main__":

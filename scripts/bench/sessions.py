@@ -50,7 +50,6 @@ from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.actors.collector import collect_rarely
 from rollout.actors.tasks import run_with_background
-from rollout.agents.loop import EpisodeTask
 from rollout.engines.simulated import SimulatedEngine
 from rollout.request_ids import RequestId
 from rollout.sessions.budget import make_limits
@@ -60,8 +59,8 @@ from rollout.sessions.harness import CommandHarness, Connection, Harness, Harnes
 from rollout.sessions.harness_loop import HarnessLoop, SessionHost
 from rollout.sessions.tree.generation import State
 from rollout.sessions.tree.transcript import Transcript
-from rollout.types import Completion, GenerationRequest, Prompt, SamplingParams
-from scripts.bench.common import scripted
+from rollout.types import Completion, GenerationRequest
+from scripts.bench.common import make_task, scripted
 from scripts.bench.event_loop import Stalls
 from scripts.bench.harness import Figures, make_parser, run_parts, show_figures
 from scripts.bench.session_clients import FIRST_MESSAGES, TOOL, append_turn, ask, open_client
@@ -118,12 +117,6 @@ class Policy:
 
     async def is_under_way(self, ordinal: int) -> None:
         await self._began.setdefault(ordinal, asyncio.Event()).wait()
-
-
-def make_task(ordinal: int) -> EpisodeTask:
-    prompt = Prompt(ordinal=ordinal, text="How many?", token_ids=(1,), ground_truth="55")
-    sampling = SamplingParams(max_tokens=2**20)
-    return EpisodeTask(request_id=RequestId(ordinal=ordinal), prompt=prompt, index=0, sampling=sampling)
 
 
 def make_config(**sessions: Any) -> Config:

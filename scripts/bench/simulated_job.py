@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from configs.schema import AlgorithmConfig, Config, RolloutConfig, StalePolicy, TrainerConfig
+from configs.schema import Config, StalePolicy
 from rollout.engines.simulated import SimulatedEngine
 from rollout.engines.virtual_clock import run_virtual
 from rollout.events.driver import Write
 from scripts.bench.common import ForcedLengths, LengthOf, SlowTools, ToolSecondsOf
-from scripts.simulate.simulated_run import NEVER_S, SimulatedRun
+from scripts.simulate.setup import Setup
+from scripts.simulate.simulated_run import SimulatedRun
 from scripts.simulate.stand_ins import Nothing, SimulatedTrainer
 
 
@@ -83,12 +84,7 @@ async def run_job_here(
 ) -> Outcome:
     """Run the job on the clock of the running event loop. `write` takes its events, `recorder` its steps."""
     engines = [
-        SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens,
-            step_s=job.token_s,
-            max_num_seqs=job.max_num_seqs,
-            swap_s=job.swap_s,
-        )
+        SimulatedEngine(step_s=job.token_s, max_num_seqs=job.max_num_seqs, swap_s=job.swap_s)
         for _ in range(job.num_replicas)
     ]
     run = SimulatedRun(
@@ -110,19 +106,16 @@ async def run_job_here(
 
 
 def _config(job: Job, max_staleness: int, policy: StalePolicy) -> Config:
-    return Config(
-        algorithm=AlgorithmConfig(group_size=job.group_size),
-        rollout=RolloutConfig(
-            num_replicas=job.num_replicas,
-            max_num_seqs=job.max_num_seqs,
-            max_staleness=max_staleness,
-            stale_policy=policy,
-            group_timeout_s=NEVER_S,
-        ),
-        trainer=TrainerConfig(
-            total_steps=job.num_steps, prompts_per_step=job.prompts_per_step, eval_every=0, batch_timeout_s=NEVER_S
-        ),
+    setup = Setup(
+        num_replicas=job.num_replicas,
+        max_num_seqs=job.max_num_seqs,
+        max_staleness=max_staleness,
+        stale_policy=policy.value,
+        group_size=job.group_size,
+        prompts_per_step=job.prompts_per_step,
+        steps=job.num_steps,
     )
+    return setup.config()
 
 
 # -- the limit ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.schema import Layout
-from rollout.types import TrajectoryGroup
 from scripts.bench.harness import Figures, Runs, make_parser, show_figures, take_turns
 from scripts.observe.tables import write_json
 from scripts.plan.rehearsal.rehearsal import make_group
@@ -198,7 +197,10 @@ async def measure_packing(shape: PackingShape, repeats: int) -> dict[str, float]
     """Show a table. Returns the figures of the last line."""
     size = ModelSize(hidden_size=shape.hidden, num_layers=shape.layers)
     policy = Policy(build_model(VOCAB_SIZE, seed=0, size=size), temperature=1.0)
-    groups = make_groups(shape)
+    # Groups of a single response each, so that nothing is shared.
+    drawn = np.random.default_rng(0).normal(np.log(shape.response), SPREAD, shape.sequences)
+    lengths = np.exp(drawn).astype(int).clip(2, shape.longest)
+    groups = [make_group(ordinal, PROMPT, length, 1) for ordinal, length in enumerate(lengths.tolist())]
 
     def train(name: str, repetition: int) -> Figures:
         """Compute the gradient of the sum of all logprobs, which is thrown away."""
@@ -234,13 +236,6 @@ async def measure_packing(shape: PackingShape, repeats: int) -> dict[str, float]
         for arm in micro_batches
     }
     return figures | {"packing_speedup": runs.ratio("tokens_per_s", "packed", over="rows")}
-
-
-def make_groups(shape: PackingShape) -> list[TrajectoryGroup]:
-    """Return groups of a single response each, so that nothing is shared."""
-    random = np.random.default_rng(0)
-    lengths = np.exp(random.normal(np.log(shape.response), SPREAD, shape.sequences)).astype(int).clip(2, shape.longest)
-    return [make_group(ordinal, PROMPT, length, 1) for ordinal, length in enumerate(lengths.tolist())]
 
 
 if __name__ == "__main__":

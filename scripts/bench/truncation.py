@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +41,7 @@ from rollout.types import (
     Trajectory,
     TrajectoryGroup,
 )
+from scripts.bench.common import cpu_seconds
 from scripts.bench.harness import Figures, make_parser, progress, run_parts, show_figures, take_turns
 from scripts.bench.models import SHAPES
 from scripts.bench.updates import (
@@ -74,12 +74,6 @@ OWNER = f"bench-truncation-{os.getpid()}"
 numbers = itertools.count()
 
 
-def cpu_s() -> float:
-    """Return the CPU seconds of this process and those that it has started."""
-    own = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in [own, *own.children(recursive=True)])
-
-
 def travelling(completions: list[Completion]) -> dict[str, float]:
     num_tokens = sum(completion.num_tokens for completion in completions)
     kept = [completion.kept for completion in completions if completion.kept is not None]
@@ -94,9 +88,9 @@ async def engine(repeats: int) -> Figures:
             sampling, travels = replace(arm[0], max_tokens=LENGTH, ignore_eos=True), arm[1]
             names = [RequestId(ordinal=next(numbers), is_evaluation=not travels) for _ in range(NUM_REQUESTS)]
             requests = [GenerationRequest(request_id=name, prompt_ids=(20, 30), sampling=sampling) for name in names]
-            began = cpu_s()
+            began = cpu_seconds()
             completions = await asyncio.gather(*map(served.generate, requests))
-            rate = NUM_REQUESTS * LENGTH / (cpu_s() - began)
+            rate = NUM_REQUESTS * LENGTH / (cpu_seconds() - began)
             return {"tokens_per_cpu_s": rate, **travelling(completions)}
 
         arms = {name: (sampling, True) for name, sampling in SAMPLED.items()}
@@ -172,13 +166,10 @@ async def training(steps: int, model: Path | None) -> Figures:
         finally:
             release_all(WeightSyncConfig(), OWNER)
     joined = {name: np.concatenate(values) for name, values in apart.items()}
-    figures = {f"{name}_{how}": 1e6 * float(x) for name, values in joined.items() for how, x in _mean_and_max(values)}
+    figures = {f"{name}_mean": 1e6 * float(values.mean()) for name, values in joined.items()}
+    figures |= {f"{name}_max": 1e6 * float(values.max()) for name, values in joined.items()}
     show_figures(f"trainer and engine over {steps} steps, {len(joined['left']):,} tokens, millionths of a nat", figures)
     return figures
-
-
-def _mean_and_max(values: np.ndarray) -> list[tuple[str, float]]:
-    return [("mean", float(values.mean())), ("max", float(values.max()))]
 
 
 async def _update(served: Any, publisher: Publisher, version: int) -> None:

@@ -297,9 +297,7 @@ async def _update_fleet(num_replicas: int) -> Figures:
     config = Config(rollout=RolloutConfig(num_replicas=num_replicas, max_num_seqs=32))
     replicas: list[Any] = []
     for index in range(num_replicas):
-        engine = SimulatedEngine(
-            length_of=lambda request: request.sampling.max_tokens, step_s=0.01, max_num_seqs=32, swap_s=SWAP_S
-        )
+        engine = SimulatedEngine(step_s=0.01, max_num_seqs=32, swap_s=SWAP_S)
         replicas.append(PickledReplica(f"replica-{index}", engine, config.weight_sync))
     fleet, _ = make_fleet(config, replicas, [].append)
     trainer = ShardedTrainer()

@@ -1,11 +1,11 @@
 """Advise what to change in a run, in one sentence with its numbers.
 
-What a change would give is the predictor's to say (`advise_from_predictions`). A table of rules says what the predictor
-cannot know: what failed, what teaches nothing, and who waits for whom while there are too few steps to predict from.
-`advise` chooses between the two.
+What a change would give is the predictor's to say (`advise_from_predictions`). Rules say what the predictor cannot
+know: what failed, what teaches nothing, and who waits for whom while there are too few steps to predict from. `advise`
+chooses between the two.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,15 +116,109 @@ class Numbers:
     num_replicas: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A sentence that is said if `applies(numbers)`."""
+Said = tuple[str, str]
+"""The name of a rule that applies, and its sentence."""
 
-    name: str
-    applies: Callable[[Numbers], bool]
-    text: Callable[[Numbers], str]
-    is_of_speed: bool = False
-    """True for a rule about speed, which is silent once there is a prediction."""
+
+def advise(numbers: Numbers, predicted: str | None = None, gain: float = 0.0) -> Said:
+    """Return the name and the sentence of the first rule that applies.
+
+    `predicted` is what the predictor says. With a `gain` it speaks in the place of the rules of speed; without one,
+    which means that it knows no change worth making, it comes last.
+    """
+    said = _failure(numbers) or _lesson(numbers)
+    if said is None and predicted is not None and gain > 0:
+        return PREDICTED, predicted
+    if said is None and predicted is None:
+        said = _bottleneck(numbers)
+    said = said or _tokens(numbers)
+    if said is not None:
+        return said
+    if predicted is not None:
+        return PREDICTED, predicted
+    if numbers.trainer_idle is not None:
+        return "balanced", (
+            f"Balanced: the trainer waits for rollouts {share(numbers.trainer_idle)} of the time, "
+            f"and replicas are idle {share(numbers.replica_idle)} of it."
+        )
+    return "nothing", f"{numbers.phase} No step has been recorded yet.".strip()
+
+
+def _failure(n: Numbers) -> Said | None:
+    """Return what failed, or that a run is supervised, of which nothing else is known."""
+    latest = f"in the last {n.steps} steps"
+    if n.failure:
+        when = f"after {count(n.steps_done, 'step')}" if n.steps_done else "before its first step"
+        return "failed", f"The run failed {when}: {n.failure}. See Config and logs."
+    if n.skipped:
+        remedy = "lower trainer.lr, or look into bad_batches/"
+        return "skipped", f"{n.skipped:.0f} of the last {n.steps} steps gave NaN or infinity: {remedy}."
+    if n.ce_loss is not None and n.replica_idle is None:
+        mean = f"the mean loss over the last {n.steps} steps is {n.ce_loss:.4f}"
+        return "supervised", f"Supervised: {mean}, at {n.step_s:.2f} s per step."
+    if n.failed_rewards:
+        return "failed_rewards", f"{count(n.failed_rewards, 'reward')} failed {latest}: see Groups with failures."
+    if n.failed_groups:
+        return "failed_groups", f"{count(n.failed_groups, 'group')} given up {latest}: see Fleet for the reasons."
+    if n.replicas_lost:
+        return "replicas_lost", f"{count(n.replicas_lost, 'replica')} lost {latest}: see Fleet for the reasons."
+    return None
+
+
+def _lesson(n: Numbers) -> Said | None:
+    """Return why little is learned."""
+    if not over(n.zero_variance, 0.5):
+        return None
+    equal = f"{share(n.zero_variance)} of the groups have equal rewards"
+    accuracy = "" if n.accuracy is None else f" (held-out accuracy {n.accuracy:.3f})"
+    if over(n.solve_all, 0.5):
+        right = f"in {share(n.solve_all)} every answer is right{accuracy}"
+        remedy = "The task is solved: use harder prompts, or end the run."
+        return "solved", f"Little is still being learned: {equal}, and {right}. {remedy}"
+    if over(n.solve_none, 0.5):
+        wrong = f"in {share(n.solve_none)} no answer is right{accuracy}"
+        remedy = "Use easier prompts, or look into Groups: the reward may not recognise right answers."
+        return "too_hard", f"Little is being learned: {equal}, and {wrong}. {remedy}"
+    remedy = "set algorithm.filter_groups=true, or use other prompts"
+    return "equal_rewards", f"{equal} and teach nothing{accuracy}: {remedy}."
+
+
+def _bottleneck(n: Numbers) -> Said | None:
+    """Return who waits for whom: the rules of speed."""
+    waits, idle = f"The trainer waits for rollouts {share(n.trainer_idle)} of the time", share(n.replica_idle)
+    trainer_waits, replicas_wait = over(n.trainer_idle, 0.2), over(n.replica_idle, 0.2)
+    if trainer_waits and replicas_wait and under(n.free_slots, 0.5):
+        remedy = f"raise rollout.max_staleness (now {n.max_staleness})"
+        return "slots", f"{waits} while replicas are idle {idle} of it and no slot is free: {remedy}."
+    if trainer_waits and n.waiting is not None and n.waiting >= 1 and under(n.kv_usage, 0.6):
+        queue = f"{n.waiting:.0f} requests queue at a replica with its KV cache {share(n.kv_usage)} full"
+        return "seats", f"{waits}; {queue}: raise rollout.max_num_seqs (now {n.max_num_seqs})."
+    if trainer_waits:
+        remedy = f"add replicas (rollout.num_replicas, now {n.num_replicas})"
+        return "replicas", f"{waits}, and replicas are idle {idle} of it: {remedy}."
+    if replicas_wait:
+        return "ranks", (
+            f"Replicas are idle {idle} of the time and the trainer waits {share(n.trainer_idle)} of it: the trainer is "
+            "the slower side. Add ranks (trainer.num_ranks), or take a replica away."
+        )
+    if n.pause_s is not None and n.step_s is not None and n.pause_s > 0.05 * n.step_s > 0:
+        return "pauses", (
+            f"Updates freeze replicas for {1000 * n.pause_s:.0f} ms in each step of {n.step_s:.2f} s "
+            f"({share(n.pause_s / n.step_s)}): raise weight_sync.interval, or see docs/weight-sync.md."
+        )
+    return None
+
+
+def _tokens(n: Numbers) -> Said | None:
+    """Return what is wrong with the tokens that are trained."""
+    if over(n.cut, 0.3):
+        return "cut", f"{share(n.cut)} of the responses are cut off: raise rollout.max_response_tokens."
+    if under(n.ess, 0.5):
+        return "off_policy", (
+            f"The effective sample size is {share(n.ess)}: tokens are too far off-policy; "
+            f"lower rollout.max_staleness (now {n.max_staleness}) or trainer.lr."
+        )
+    return None
 
 
 def share(value: float | None) -> str:
@@ -141,161 +235,6 @@ def over(value: float | None, limit: float) -> bool:
 
 def under(value: float | None, limit: float) -> bool:
     return value is not None and value < limit
-
-
-def _at_accuracy(numbers: "Numbers") -> str:
-    return "" if numbers.accuracy is None else f" (held-out accuracy {numbers.accuracy:.3f})"
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "failed",
-        lambda n: bool(n.failure),
-        lambda n: (
-            f"The run failed after {count(n.steps_done, 'step')}: {n.failure}. See Config and logs."
-            if n.steps_done
-            else f"The run failed before its first step: {n.failure}. See Config and logs."
-        ),
-    ),
-    Rule(
-        "skipped",
-        lambda n: n.skipped > 0,
-        lambda n: (
-            f"{n.skipped:.0f} of the last {n.steps} steps gave NaN or infinity: lower trainer.lr, "
-            "or look into bad_batches/."
-        ),
-    ),
-    Rule(
-        "supervised",
-        lambda n: n.ce_loss is not None and n.replica_idle is None,
-        lambda n: (
-            f"Supervised: the mean loss over the last {n.steps} steps is {n.ce_loss:.4f}, at {n.step_s:.2f} s per step."
-        ),
-    ),
-    Rule(
-        "failed_rewards",
-        lambda n: n.failed_rewards > 0,
-        lambda n: f"{count(n.failed_rewards, 'reward')} failed in the last {n.steps} steps: see Groups with failures.",
-    ),
-    Rule(
-        "failed_groups",
-        lambda n: n.failed_groups > 0,
-        lambda n: f"{count(n.failed_groups, 'group')} given up in the last {n.steps} steps: see Fleet for the reasons.",
-    ),
-    Rule(
-        "replicas_lost",
-        lambda n: n.replicas_lost > 0,
-        lambda n: f"{count(n.replicas_lost, 'replica')} lost in the last {n.steps} steps: see Fleet for the reasons.",
-    ),
-    Rule(
-        "solved",
-        lambda n: over(n.zero_variance, 0.5) and over(n.solve_all, 0.5),
-        lambda n: (
-            f"Little is still being learned: {share(n.zero_variance)} of the groups have equal rewards, and in "
-            f"{share(n.solve_all)} every answer is right{_at_accuracy(n)}. The task is solved: "
-            "use harder prompts, or end the run."
-        ),
-    ),
-    Rule(
-        "too_hard",
-        lambda n: over(n.zero_variance, 0.5) and over(n.solve_none, 0.5),
-        lambda n: (
-            f"Little is being learned: {share(n.zero_variance)} of the groups have equal rewards, and in "
-            f"{share(n.solve_none)} no answer is right{_at_accuracy(n)}. Use easier prompts, or look into Groups: the "
-            "reward may not recognise right answers."
-        ),
-    ),
-    Rule(
-        "equal_rewards",
-        lambda n: over(n.zero_variance, 0.5),
-        lambda n: (
-            f"{share(n.zero_variance)} of the groups have equal rewards and teach nothing{_at_accuracy(n)}: "
-            "set algorithm.filter_groups=true, or use other prompts."
-        ),
-    ),
-    Rule(
-        "slots",
-        lambda n: over(n.trainer_idle, 0.2) and over(n.replica_idle, 0.2) and under(n.free_slots, 0.5),
-        lambda n: (
-            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time while replicas are idle "
-            f"{share(n.replica_idle)} of it and no slot is free: raise rollout.max_staleness (now {n.max_staleness})."
-        ),
-        is_of_speed=True,
-    ),
-    Rule(
-        "seats",
-        lambda n: over(n.trainer_idle, 0.2) and over(n.waiting, 1) and under(n.kv_usage, 0.6),
-        lambda n: (
-            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time; {n.waiting:.0f} requests queue at "
-            f"a replica with its KV cache {share(n.kv_usage)} full: raise rollout.max_num_seqs (now {n.max_num_seqs})."
-        ),
-        is_of_speed=True,
-    ),
-    Rule(
-        "replicas",
-        lambda n: over(n.trainer_idle, 0.2),
-        lambda n: (
-            f"The trainer waits for rollouts {share(n.trainer_idle)} of the time, and replicas are idle "
-            f"{share(n.replica_idle)} of it: add replicas (rollout.num_replicas, now {n.num_replicas})."
-        ),
-        is_of_speed=True,
-    ),
-    Rule(
-        "ranks",
-        lambda n: over(n.replica_idle, 0.2),
-        lambda n: (
-            f"Replicas are idle {share(n.replica_idle)} of the time and the trainer waits {share(n.trainer_idle)} of "
-            "it: the trainer is the slower side. Add ranks (trainer.num_ranks), or take a replica away."
-        ),
-        is_of_speed=True,
-    ),
-    Rule(
-        "pauses",
-        lambda n: n.pause_s is not None and n.step_s is not None and n.pause_s > 0.05 * n.step_s > 0,
-        lambda n: (
-            f"Updates freeze replicas for {1000 * (n.pause_s or 0):.0f} ms in each step of {n.step_s:.2f} s "
-            f"({share((n.pause_s or 0) / (n.step_s or 1))}): raise weight_sync.interval, or see docs/weight-sync.md."
-        ),
-        is_of_speed=True,
-    ),
-    Rule(
-        "cut",
-        lambda n: over(n.cut, 0.3),
-        lambda n: f"{share(n.cut)} of the responses are cut off: raise rollout.max_response_tokens.",
-    ),
-    Rule(
-        "off_policy",
-        lambda n: under(n.ess, 0.5),
-        lambda n: (
-            f"The effective sample size is {share(n.ess)}: tokens are too far off-policy; "
-            f"lower rollout.max_staleness (now {n.max_staleness}) or trainer.lr."
-        ),
-    ),
-    Rule(
-        "balanced",
-        lambda n: n.trainer_idle is not None,
-        lambda n: (
-            f"Balanced: the trainer waits for rollouts {share(n.trainer_idle)} of the time, "
-            f"and replicas are idle {share(n.replica_idle)} of it."
-        ),
-        is_of_speed=True,
-    ),
-)
-
-
-def advise(numbers: Numbers, predicted: str | None = None, gain: float = 0.0) -> tuple[str, str]:
-    """Return the name and the sentence of the first rule that applies.
-
-    `predicted` is what the predictor says. With a `gain` it speaks in the place of the rules of speed; without one,
-    which means that it knows no change worth making, it comes last.
-    """
-    for rule in RULES:
-        if rule.is_of_speed and predicted is not None:
-            if gain > 0 or rule is RULES[-1]:
-                return PREDICTED, predicted
-        elif rule.applies(numbers):
-            return rule.name, rule.text(numbers)
-    return "nothing", f"{numbers.phase} No step has been recorded yet.".strip()
 
 
 def gather(

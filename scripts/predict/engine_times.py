@@ -65,10 +65,13 @@ def fit_engine(views: Sequence[RunView], slowdown: float | None = None) -> Engin
         if not measured:
             return None
         columns, seconds, shares = (np.concatenate(arrays) for arrays in zip(*measured, strict=True))
-        columns, seconds, shares = _some(columns, seconds, shares)
         if not len(seconds):
             return None
-        if slowdown is None and _tells(shares):
+        stride = 1 + len(seconds) // MOST_TURNS
+        columns, seconds, shares = columns[::stride], seconds[::stride], shares[::stride]
+        # Some turns must have had training beside them, and some none.
+        tells = len(shares) > 10 and float(np.quantile(shares, 0.95) - np.quantile(shares, 0.05)) >= SPREAD
+        if slowdown is None and tells:
             fitted, factor = slowed(columns, seconds, shares)
         else:
             factor = slowdown or 1.0
@@ -81,7 +84,7 @@ def fit_engine(views: Sequence[RunView], slowdown: float | None = None) -> Engin
         prefill_s_per_token=float(fitted[2]),
         slowdown=factor,
         batch=float(np.average(batches, weights=columns[:, 0])),
-        is_spread=_is_spread(batches),
+        is_spread=float(batches.std()) >= SPREAD * float(batches.mean()) / 2,
     )
 
 
@@ -120,17 +123,3 @@ def _measure_replica(
     columns = np.stack([steps, steps * batches, prefilled], axis=1)
     seconds = ends - firsts - paused.sum(firsts, ends)
     return columns[whole], seconds[whole], trains.mean(firsts, ends)[whole]
-
-
-def _some(columns: Floats, seconds: Floats, shares: Floats) -> tuple[Floats, Floats, Floats]:
-    stride = 1 + len(seconds) // MOST_TURNS
-    return columns[::stride], seconds[::stride], shares[::stride]
-
-
-def _tells(shares: Floats) -> bool:
-    """Return whether some turns had training beside them and some had none."""
-    return len(shares) > 10 and float(np.quantile(shares, 0.95) - np.quantile(shares, 0.05)) >= SPREAD
-
-
-def _is_spread(batches: Floats) -> bool:
-    return float(batches.std()) >= SPREAD * float(batches.mean()) / 2

@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,7 @@ from configs.checkpoint import CONFIG_FILE, UnreadableConfigError
 from scripts.observe.files import RunError
 from scripts.observe.run import Run
 from scripts.observe.view import RunView, TurnView
-from scripts.predict.engine_times import EngineTimes, fit_engine, list_turns, training
+from scripts.predict.engine_times import fit_engine, list_turns, training
 from scripts.predict.intervals import nonnegative, slowed, union
 from scripts.simulate.profile import PredictError, Profile
 from scripts.simulate.quantiles import Quantiles, alike_in_groups
@@ -85,7 +85,9 @@ def fit(runs: Sequence[MeasuredRun]) -> Profile:
     engine, trainer = fit_engine(views), _fit_trainer(runs)
     if engine is None or engine.step_s + engine.step_s_per_request <= 0:
         raise PredictError("run: its events do not say how long tokens take")
-    slowdown = _slowdown(engine, trainer)
+    # All who share cores are slowed alike.
+    slowdowns = [times.slowdown for times in (engine, trainer) if times.slowdown > 1.0]
+    slowdown = _mean(slowdowns) if slowdowns else 1.0
     if slowdown > 1.0:  # fitted again with the slowdown that engine and trainer agree on
         engine, trainer = fit_engine(views, slowdown) or engine, _fit_trainer(runs, slowdown)
     if not engine.is_spread:
@@ -178,12 +180,6 @@ def _sampled_per_step(run: MeasuredRun) -> float:
 # -- what engine and trainer share -------------------------------------------------------------------------------------
 
 
-def _slowdown(engine: EngineTimes, trainer: TrainerTimes) -> float:
-    """Return the mean of the slowdowns that were found, 1 if none was: all who share cores are slowed alike."""
-    slowdowns = [times.slowdown for times in (engine, trainer) if times.slowdown > 1.0]
-    return _mean(slowdowns) if slowdowns else 1.0
-
-
 def _cores(slowdown: float, runs: Sequence[MeasuredRun], assumed: list[str]) -> tuple[float, float]:
     """Return the cores of which trainer and replicas together need `slowdown` times as many as there are, and those of
     an engine."""
@@ -269,7 +265,7 @@ def _fit_updates(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     for run in runs:
         for name, values in _measure_updates(run).items():
             seconds[name] += values
-    return {name: _median(values) for name, values in seconds.items()}
+    return {name: max(0.0, float(median(values))) if values else 0.0 for name, values in seconds.items()}
 
 
 def _measure_updates(run: MeasuredRun) -> dict[str, list[float]]:
@@ -327,11 +323,6 @@ def simulated_rate(profile: Profile, run: MeasuredRun) -> float:
 
 def _quantiles(values: Sequence[float]) -> Quantiles:
     return Quantiles.of([max(0.0, value) for value in values]) if values else NONE
-
-
-def _median(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return max(0.0, float(median(numbers))) if numbers else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -43,7 +43,8 @@ def predict(arguments: Arguments) -> Outcome:
     """Predict what the arguments ask for, and write tables of it. Raises PredictError and OSError."""
     began = time.perf_counter()
     runs = [read_run(folder) for folder in arguments.runs]
-    profile = arguments.changed(_profile(arguments, runs))
+    measured = fit(runs) if runs else None if arguments.profile is None else read_profile(arguments.profile)
+    profile = arguments.changed(measured)
     if arguments.save is not None:
         arguments.save.write_text(to_json(profile))
     _show_profile(profile)
@@ -96,12 +97,6 @@ def _options(arguments: Arguments, base: Setup, choices: Sequence[Choice]) -> li
         if may_be_proposed and (is_free or "marginal" not in arguments.parts):
             options.append(Option(change=choice.name, samples_per_s=choice.prediction.samples_per_s, is_free=is_free))
     return options
-
-
-def _profile(arguments: Arguments, runs: Sequence[MeasuredRun]) -> Profile | None:
-    if runs:
-        return fit(runs)
-    return None if arguments.profile is None else read_profile(arguments.profile)
 
 
 def _compare(run: MeasuredRun, profile: Profile) -> Compared:

@@ -1,6 +1,8 @@
 """A profile of a run that nobody has run: from a rehearsal, the data sheet of a GPU, and what of it is reached."""
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 from configs.mixture import longest_source
 from configs.schema import Config
@@ -11,7 +13,7 @@ from scripts.plan.rehearsal.rehearsal import Rehearsal
 from scripts.plan.rehearsal.roofline import replica_time, step_time
 from scripts.simulate.profile import Profile
 from scripts.simulate.quantiles import Quantiles
-from scripts.simulate.setup import Setup
+from scripts.simulate.setup import KEYS, Setup
 
 MEAN_SHARE, SIGMA = 0.5, 0.6
 """The mean of a response over the longest one that is allowed, and the deviation of its logarithm, where nothing is
@@ -29,8 +31,8 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
     prompt = MEAN_SHARE * data.max_prompt_tokens
     context = prompt + responses.mean / 2
     training, decoding, transfers = reach.training.value, reach.decoding.value, reach.transfers.value
-    ranks_per_row = trainer.sequence_parallel
-    passes = trainer.epochs
+    sources = ", ".join(config.data.sources)
+    alike = f"the sources {sources} are alike: prompts and responses are of the one with the longest"
     return Profile(
         step_s=replica.step_s / decoding,
         step_s_per_request=context * replica.step_s_per_token / decoding + replica.step_s_per_request / training,
@@ -38,7 +40,7 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
         turn_tokens=responses,
         uncached_tokens=Quantiles((prompt / config.algorithm.group_size,)),
         train_s=trainer.optimizer_steps_per_batch * step.fixed_s / training,
-        train_s_per_token=passes * step.micro_batch_s / training * ranks_per_row / step.tokens,
+        train_s_per_token=trainer.epochs * step.micro_batch_s / training * trainer.sequence_parallel / step.tokens,
         computed_per_sampled=1 + prompt / responses.mean,
         stage_s=replica.stage_s / transfers,
         swap_s=replica.swap_s / transfers,
@@ -48,16 +50,8 @@ def profile_of(config: Config, shape: ModelShape, rehearsal: Rehearsal, card: Ca
             "one turn, without tools and with a reward that takes no time: profile.turns, tool_s, reward_s",
             "n ranks train a batch in 1/n of the time that depends on its tokens",
             "an engine's own time between two steps, and messages between the GPUs of a replica, take nothing",
-            *_taken_for_one(config),
+            *([alike] if sources else []),
         ),
-    )
-
-
-def _taken_for_one(config: Config) -> list[str]:
-    """Return what is taken for granted of a run with several sources."""
-    sources = ", ".join(config.data.sources)
-    return (
-        [f"the sources {sources} are alike: prompts and responses are of the one with the longest"] if sources else []
     )
 
 
@@ -114,17 +108,8 @@ def splits(config: Config, shape: ModelShape, card: Card, profile: Profile) -> l
 
 def setup_of(config: Config) -> Setup:
     """Return the setup of the run, without what happens from time to time: evaluations and checkpoints."""
-    rollout, trainer = config.rollout, config.trainer
-    interval = config.weight_sync.interval
-    return Setup(
-        num_replicas=rollout.num_replicas,
-        num_ranks=trainer.num_ranks,
-        max_num_seqs=rollout.max_num_seqs,
-        episodes_per_seat=rollout.episodes_per_seat,
-        max_staleness=rollout.max_staleness,
-        stale_policy=rollout.stale_policy.value,
-        interval=interval,
-        group_size=config.algorithm.group_size,
-        prompts_per_step=trainer.prompts_per_step,
-        steps=-(-STEPS // interval) * interval,
-    )
+    values: dict[str, Any] = {name: attrgetter(key)(config) for name, key in KEYS.items()}
+    values["stale_policy"] = config.rollout.stale_policy.value
+    values["eval_every"] = values["checkpoint_every"] = 0
+    values["steps"] = -(-STEPS // config.weight_sync.interval) * config.weight_sync.interval
+    return Setup(**values)

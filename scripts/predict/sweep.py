@@ -125,12 +125,13 @@ class Cost:
 
 def costs(profile: Profile, base: Prediction) -> list[Cost]:
     """Return what everything in the run costs, the dearest first."""
-    world = World(profile, base.setup)
-    costs = [
-        _cost(name, base, without)
-        for name, take_away in WITHOUT.items()
-        if (without := take_away(world)) != world and _differs(name, world)
-    ]
+    world, steps, costs = World(profile, base.setup), len(base.step_s), list[Cost]()
+    for name, take_away in WITHOUT.items():
+        without = take_away(world)
+        if without != world and _differs(name, world):
+            other = simulate(without.profile, without.setup, longest=without.longest)
+            wait_s = (sum(base.wait_s) - sum(other.wait_s)) / steps
+            costs.append(Cost(name=name, step_s=(base.seconds - other.seconds) / steps, wait_s=wait_s))
     return sorted(costs, key=lambda cost: -cost.step_s)
 
 
@@ -142,13 +143,3 @@ def _differs(name: str, world: World) -> bool:
     if name == "evaluations":
         return world.setup.eval_every > 0
     return name != "checkpoints" or profile.checkpoint_s > 0
-
-
-def _cost(name: str, base: Prediction, without: World) -> Cost:
-    other = simulate(without.profile, without.setup, longest=without.longest)
-    steps = len(base.step_s)
-    return Cost(
-        name=name,
-        step_s=(base.seconds - other.seconds) / steps,
-        wait_s=(sum(base.wait_s) - sum(other.wait_s)) / steps,
-    )

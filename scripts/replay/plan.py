@@ -159,24 +159,22 @@ def _checkpoint_before(run: Run, step: int, recorded_from: int) -> Checkpoint | 
         return None
     own = CheckpointStore(run.folder / CHECKPOINTS).folder
     paths = [own / f"step_{number:06d}" for number in range(step - 1, recorded_from - 2, -1)]
-    for path in [*(path for path in paths if path.is_dir()), *_continued(run, recorded_from - 1)]:
+    paths = [path for path in paths if path.is_dir()]
+    came = run.config().get("resume")
+    if recorded_from > 1:  # where the checkpoint may be that the run's folder went on from
+        continued = Path(str(came)).expanduser()
+        paths += [continued / CHECKPOINTS / f"step_{recorded_from - 1:06d}", continued]
+    for path in paths:
         try:
             return verified(path)
         except CheckpointError:
             continue
     if recorded_from > 1:
-        came = run.config().get("resume")
         raise RunError(
             f"{run.folder.name} goes on from step {recorded_from - 1} of {came}, whose checkpoint is not there any "
             f"more; from=CHECKPOINT names another"
         )
     return None
-
-
-def _continued(run: Run, step: int) -> list[Path]:
-    """Return where the checkpoint may be that the run's folder went on from."""
-    came = Path(str(run.config().get("resume"))).expanduser()
-    return [came / CHECKPOINTS / f"step_{step:06d}", came] if step > 0 else []
 
 
 def _initial_model(run: Run, config: Config) -> str:

@@ -207,7 +207,9 @@ class Replay:
         }
         if step >= self.plan.first:
             metrics = to_floats(taken.result.metrics) | values
-            self.report(f"step {step}: {', '.join(_shown(metrics))}")
+            known = {name: metrics.get(key, math.nan) for key, name in SHOWN.items()}
+            shown = [f"{name} {value:.4g}" for name, value in known.items() if not math.isnan(value)]
+            self.report(f"step {step}: {', '.join(shown)}")
         return values
 
     async def _bound(self, step: int, original: ReplayTrainer) -> None:
@@ -275,10 +277,6 @@ SHOWN = {
     "replay/gradient_cosine": "gradient cosine",
     "replay/weights_distance": "weights apart",
 }
-
-
-def _shown(metrics: Mapping[str, float]) -> list[str]:
-    return [f"{name} {metrics[key]:.4g}" for key, name in SHOWN.items() if not math.isnan(metrics.get(key, math.nan))]
 
 
 def sentence(outcome: Mapping[str, Any]) -> str:

@@ -56,12 +56,7 @@ class ProfiledEngine(SimulatedEngine):
 
     def __init__(self, profile: Profile, machine: Machine, max_num_seqs: int, leap_s: float = math.inf):
         """`leap_s`: the longest leap in seconds. What the engine reports during a leap is from its beginning."""
-        super().__init__(
-            length_of=lambda request: request.sampling.max_tokens,
-            step_s=profile.step_s,
-            max_num_seqs=max_num_seqs,
-            swap_s=profile.swap_s,
-        )
+        super().__init__(step_s=profile.step_s, max_num_seqs=max_num_seqs, swap_s=profile.swap_s)
         self._profile = profile
         self._machine = machine
         self._leap_s = leap_s

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from configs.schema import StalePolicy
@@ -17,7 +18,7 @@ from scripts.simulate.machine import Machine
 from scripts.simulate.profile import Profile
 from scripts.simulate.setup import Setup
 from scripts.simulate.simulated_run import SimulatedRun
-from scripts.simulate.stand_ins import Nothing, SimulatedTrainer
+from scripts.simulate.stand_ins import NoCheckpoints, Nothing, SimulatedTrainer
 from trainer.batch import StepBatch, StepResult
 from trainer.checkpoint.checkpointer import is_first_update_after
 from trainer.metrics import Last, Max, Metric
@@ -71,44 +72,34 @@ def simulate(
     tail = 0 if whole else (setup.max_staleness + 1) * setup.interval
     # An evaluation delays steps of the next period too: the counted ones begin after one, as they end after one.
     lead = 0 if whole else max(tail, setup.eval_every)
-    steps = lead + setup.steps + tail
-    simulated = _Simulated(profile, replace(setup, steps=steps), Draws(profile, seed, longest), write)
-    return run_virtual(simulated.run(setup, lead, recorder))
+    counted, setup = setup, replace(setup, steps=lead + setup.steps + tail)
 
-
-@dataclass
-class _Simulated:
-    profile: Profile
-    setup: Setup
-    """The configuration, with the steps before and after those that are counted."""
-    draws: Draws
-    write: Write | None
-
-    async def run(self, counted: Setup, lead: int, recorder: Any) -> Prediction:
-        profile, setup = self.profile, self.setup
+    async def run() -> Prediction:
         eval_every = setup.eval_every if profile.evaluation_requests else 0
-        config, machine = replace(setup, eval_every=eval_every).config(), Machine(profile, setup.num_ranks)
+        machine, draws = Machine(profile, setup.num_ranks), Draws(profile, seed, longest)
         engines = [ProfiledEngine(profile, machine, setup.max_num_seqs) for _ in range(setup.num_replicas)]
         trainer = ProfiledTrainer(profile, machine, setup.num_ranks)
         meter = Meter(trainer, engines, setup)
-        run = SimulatedRun(
-            config=config,
+        simulated = SimulatedRun(
+            config=replace(setup, eval_every=eval_every).config(),
             engines=engines,
             workers=trainer,
-            loop=ByThemselves(self.draws) if profile.has_tools else Together(self.draws),
-            scorer=drawn_reward(self.draws),
+            loop=ByThemselves(draws) if profile.has_tools else Together(draws),
+            scorer=drawn_reward(draws),
             recorder=recorder or Nothing(),
             checkpointer=ProfiledCheckpoints(profile, setup),
             held_out=[
                 Prompt(ordinal=index, text="", token_ids=(1, 2), ground_truth="")
                 for index in range(profile.evaluation_requests)
             ],
-            write=self.write,
+            write=write,
             as_source=meter.of,
         )
-        await run.train()
+        await simulated.train()
         meter.mark()
         return meter.prediction(counted, lead)
+
+    return run_virtual(run())
 
 
 class ProfiledTrainer(SimulatedTrainer):
@@ -146,7 +137,7 @@ class ProfiledTrainer(SimulatedTrainer):
 
 
 @dataclass
-class ProfiledCheckpoints:
+class ProfiledCheckpoints(NoCheckpoints):
     """Checkpoints whose copy takes its time; they are written in the background."""
 
     profile: Profile
@@ -159,20 +150,6 @@ class ProfiledCheckpoints:
     async def stage(self, global_steps: int) -> None:
         await asyncio.sleep(self.profile.checkpoint_s)
 
-    def commit(self, files: dict[str, bytes]) -> None: ...
-
-    def gauges(self) -> dict[str, float]:
-        return {}
-
-
-@dataclass(slots=True)
-class _Mark:
-    """Sums at the beginning of a step."""
-
-    time: float
-    trainer_busy_s: float
-    replica_busy_s: float
-
 
 @dataclass
 class Meter:
@@ -181,7 +158,8 @@ class Meter:
     trainer: ProfiledTrainer
     engines: Sequence[ProfiledEngine]
     setup: Setup
-    _marks: list[_Mark] = field(default_factory=list)
+    _marks: list[tuple[float, float, float]] = field(default_factory=list)
+    """At the beginning of each step: the time, and the seconds that the trainer and the replicas have worked."""
     _waits: list[float] = field(default_factory=list)
     _tokens: list[Counter[int]] = field(default_factory=list)
     """The number of trained tokens of each step, by staleness."""
@@ -198,7 +176,7 @@ class Meter:
     async def next_batch(self, global_steps: int) -> TrainBatch:
         self.mark()
         batch = await self._buffer.next_batch(global_steps)
-        self._waits.append(self._clock() - self._marks[-1].time)
+        self._waits.append(asyncio.get_running_loop().time() - self._marks[-1][0])
         tokens = Counter[int]()
         for group in batch.groups:
             for trajectory in group.trajectories:
@@ -220,30 +198,24 @@ class Meter:
 
     def mark(self) -> None:
         busy_s = sum(engine.usage.busy_s for engine in self.engines)
-        self._marks.append(_Mark(self._clock(), self.trainer.busy_s, busy_s))
+        self._marks.append((asyncio.get_running_loop().time(), self.trainer.busy_s, busy_s))
 
     def prediction(self, setup: Setup, lead: int) -> Prediction:
-        first, last = self._marks[lead], self._marks[lead + setup.steps]
-        seconds = last.time - first.time
-        counted = self._tokens[lead : lead + setup.steps]
-        tokens_by_staleness = sum(counted, Counter[int]())
-        times = [mark.time for mark in self._marks[lead : lead + setup.steps + 1]]
+        marks, counted = self._marks[lead : lead + setup.steps + 1], slice(lead, lead + setup.steps)
+        seconds, trained_s, busy_s = (last - first for first, last in zip(marks[0], marks[-1], strict=True))
+        tokens_by_staleness = sum(self._tokens[counted], Counter[int]())
         return Prediction(
             setup=setup,
             seconds=seconds,
             samples_per_s=setup.steps * setup.samples_per_step / seconds,
             tokens_per_s=tokens_by_staleness.total() / seconds,
-            trainer_idle=1 - (last.trainer_busy_s - first.trainer_busy_s) / seconds,
-            replica_idle=1 - (last.replica_busy_s - first.replica_busy_s) / (seconds * len(self.engines)),
+            trainer_idle=1 - trained_s / seconds,
+            replica_idle=1 - busy_s / (seconds * len(self.engines)),
             staleness_p50=weighted_median(tokens_by_staleness),
             staleness_max=max(tokens_by_staleness),
-            wait_s=tuple(self._waits[lead : lead + setup.steps]),
-            step_s=tuple(end - start for start, end in zip(times, times[1:], strict=False)),
+            wait_s=tuple(self._waits[counted]),
+            step_s=tuple(end - start for (start, *_), (end, *_) in pairwise(marks)),
         )
-
-    @staticmethod
-    def _clock() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def weighted_median(counts: Counter[int]) -> float:

@@ -13,21 +13,20 @@ from configs.schema import Config
 from rollout.actors.tasks import run_with_background
 from rollout.agents.loop import AgentLoop
 from rollout.agents.worker import AgentWorker
-from rollout.buffer import TrajectoryBuffer, make_buffer
+from rollout.buffer import TrajectoryBuffer
 from rollout.engines.base import Engine
-from rollout.evaluation.evaluator import Evaluator
 from rollout.evaluation.pinned import PinnedEvaluator
 from rollout.events.driver import NO_EVENTS, DriverEvents, Write
 from rollout.events.log import EventLog
 from rollout.failures import FailureBudget
 from rollout.fleet.fleet import ReplicaFleet
-from rollout.prompts import PromptStream
 from rollout.replica.lifecycle import FleetMember
 from rollout.replica.replica import RolloutReplica
 from rollout.rewards.scoring import RewardScorer
-from rollout.rollouter import GroupRunner, Rollouter
+from rollout.rollouter import GroupRunner
 from rollout.router import max_inflight
-from rollout.types import Prompt, SamplingParams
+from rollout.types import Prompt
+from scripts.launch.driver import make_evaluator, make_rollouter
 from scripts.simulate.stand_ins import NO_REWARD, NoCheckpoints, Nothing, NoTokenizer
 from trainer.loop import TrainLoop
 from trainer.ports import Evaluate, GroupSource
@@ -35,6 +34,16 @@ from weight_sync.checkpoint_manager import CheckpointManager
 
 NEVER_S = 1e9
 AGENT_WORKER = "agent-worker-0"
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The parts of the driver that what runs beside them may need."""
+
+    fleet: ReplicaFleet
+    manager: CheckpointManager
+    buffer: TrajectoryBuffer
+    agents: AgentWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +69,18 @@ class SimulatedRun:
     """Returns a replica as the driver and the agent worker call it."""
     as_runner: Callable[[GroupRunner], GroupRunner] = lambda agents: agents
     """Returns the runner of groups that the rollouter calls, given the agent worker."""
-    beside: Callable[[ReplicaFleet, CheckpointManager], Sequence[Coroutine[Any, Any, None]]] = lambda fleet, manager: ()
-    """Returns what else runs on the driver, given the fleet and what updates it."""
+    beside: Callable[[Driver], Sequence[Coroutine[Any, Any, None]]] = lambda driver: ()
+    """Returns what else runs on the driver."""
     as_source: Callable[[TrajectoryBuffer], GroupSource] = lambda buffer: buffer
     """Returns the source of groups for the train loop, given the buffer."""
 
     async def train(self) -> float:
         """Take all steps. Returns the seconds, from when the replicas serve the first weights."""
         config, clock = self.config, asyncio.get_running_loop().time
-        size = config.algorithm.group_size
         events = NO_EVENTS if self.write is None else DriverEvents(self.write, clock)
         agent_events = EventLog(clock, is_on=events.is_on)
-        buffer = make_buffer(config)
-        buffer.emit = events.emit
-        buffer.on_discard = self.recorder.record_discarded
-        limit = max_inflight(config.rollout.max_num_seqs, size, config.rollout.episodes_per_seat)
+        rollout, size = config.rollout, config.algorithm.group_size
+        limit = max_inflight(rollout.max_num_seqs, size, rollout.episodes_per_seat)
         members: list[Any] = [
             self.as_member(
                 RolloutReplica(
@@ -93,17 +99,17 @@ class SimulatedRun:
             events=agent_events,
             replicas={member.name: member.generate_group for member in members},
         )
-        rollouter = Rollouter(
-            stream=PromptStream([Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")], seed=0),
-            buffer=buffer,
-            fleet=fleet,
+        rollouter = make_rollouter(
+            config,
+            rows=[Prompt(ordinal=0, text="", token_ids=(1, 2), ground_truth="")],
             runner=self.as_runner(agents),
+            fleet=fleet,
+            global_steps=0,
             updating=manager.updating,
-            sampling=SamplingParams(),
-            group_size=size,
-            group_timeout_s=config.rollout.group_timeout_s,
             emit=events.emit,
         )
+        buffer = rollouter.buffer
+        buffer.on_discard = self.recorder.record_discarded
         loop = TrainLoop(
             config=config,
             buffer=self.as_source(buffer),
@@ -126,9 +132,10 @@ class SimulatedRun:
                 await asyncio.sleep(1.0 if events.is_on else self.collect_s)
                 await collect_once()
 
+        driver = Driver(fleet, manager, buffer, agents)
         await manager.update_weights(0)
         started = clock()
-        await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(fleet, manager)])
+        await run_with_background(loop.run(), background=[rollouter.run(), collect(), *self.beside(driver)])
         seconds = clock() - started
         await collect_once()
         return seconds
@@ -136,14 +143,11 @@ class SimulatedRun:
     def _evaluate(self, agents: AgentWorker, fleet: ReplicaFleet, manager: CheckpointManager) -> Evaluate | None:
         if not self.held_out:
             return None
-        evaluation = self.config.evaluation
-        evaluator = Evaluator(
-            prompts=self.held_out,
+        evaluator = make_evaluator(
+            self.config,
+            rows=self.held_out,
             router=fleet.router,
             ask=agents.evaluate,
-            sampling=SamplingParams(),
-            num_samples=evaluation.samples,
-            timeout_s=evaluation.timeout_s,
             failures=FailureBudget(),
             on_lost=fleet.lose,
         )
@@ -152,7 +156,7 @@ class SimulatedRun:
             fleet=fleet,
             updating=manager.updating,
             catch_up=manager.catch_up,
-            num_replicas=evaluation.replicas,
+            num_replicas=self.config.evaluation.replicas,
             report=[].append,
         )
         return pinned.evaluate

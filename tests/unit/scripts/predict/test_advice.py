@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from configs.load import key_docs
-from scripts.predict.advice import RULES, advise, gather
+from scripts.predict.advice import advise, gather
 
 CALM = {"timing_s/step": 2.0, "perf/trainer_idle": 0.05, "perf/replica_idle": 0.06, "rollout/free_slots": 3.0}
 CONFIG = {"rollout.max_staleness": 2, "rollout.max_num_seqs": 64, "rollout.num_replicas": 3}
@@ -65,8 +65,7 @@ def test_each_rule_speaks_with_its_numbers(
     assert name == rule and words in text
 
 
-def test_every_rule_has_a_case_and_names_keys_that_exist() -> None:
-    assert [rule.name for rule in RULES] == ["failed", *(case[0] for case in CASES)]
+def test_rules_name_keys_that_exist() -> None:
     texts = " ".join(advise(gather([CALM | metrics] * 5, CONFIG, loads))[1] for _, metrics, loads, _ in CASES)
     named = {word.strip("(),.:") for word in texts.replace("=", " ").split() if "." in word.strip("(),.:")}
     keys = {word for word in named if word.partition(".")[0] in {"rollout", "trainer", "algorithm", "weight_sync"}}

@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,13 +98,14 @@ class Inbox(Sender):
     def stop(self, manifest: Manifest) -> None: ...
 
 
-def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
-    """Set up one worker in this process, give it to `use`, and leave its process group."""
+@contextlib.contextmanager
+def running_worker(config: Config, model_path: str) -> Iterator[tuple[TrainWorker, Inbox]]:
+    """Set up one worker in this process, and leave its process group in the end."""
     inbox = Inbox()
     worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
     try:
         worker.setup(model_path, 0, 1, free_master())
-        use(worker, inbox)
+        yield worker, inbox
     finally:
         dist.destroy_process_group()
 

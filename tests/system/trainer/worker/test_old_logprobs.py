@@ -1,10 +1,8 @@
 """algorithm.proximal=exact: stale tokens scored by the weights that sampled them, against one sequence at a time."""
 
-import multiprocessing
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from rollout.types import FloatArray, Trajectory, TrajectoryGroup, VersionSpan
 from tests.support.aged import aged, behaviour_logprobs, own_logprobs
 from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, branched_groups, double, random_groups
-from tests.support.worker_runs import Inbox, Weights, free_master, pack, running_worker
+from tests.support.worker_runs import Inbox, Weights, free_master, on_ranks, pack, running_worker
 from trainer.old_logprobs import MixedBatch, OldLogprobs, mixed_batch
 from trainer.tiny.model import build_model
 from trainer.tokens import TokenSignals, sampled_tokens
@@ -214,10 +212,8 @@ def train_and_score(config: Config, model_path: str, groups: list[TrajectoryGrou
         dist.destroy_process_group()
 
 
-def other_rank(jobs: list[tuple[Config, str, list[TrajectoryGroup], str]], answer: Path) -> None:
-    """Entry point of another process."""
-    outputs = [train_and_score(config, path, groups, 1, master) for config, path, groups, master in jobs]
-    answer.write_bytes(pickle.dumps(outputs))
+def train_and_score_all(jobs: list[tuple[Config, str, list[TrajectoryGroup], str]], rank: int) -> list[Any]:
+    return [train_and_score(config, path, groups, rank, master) for config, path, groups, master in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -225,19 +221,10 @@ def two_ranks(model_path: str, groups: list[TrajectoryGroup], tmp_path_factory: 
     """What both ranks say of each job of OTHERS."""
     jobs = [(config, model_path, groups, free_master()) for config in OTHERS.values()]
     answer = tmp_path_factory.mktemp("rank") / "answer.pickle"
-    other = multiprocessing.get_context("spawn").Process(target=other_rank, args=(jobs, answer), daemon=True)
-    other.start()
-    try:
-        mine = [train_and_score(config, path, groups, 0, master) for config, path, groups, master in jobs]
-        other.join(60)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
-        other.join(60)
-    both = zip(mine, pickle.loads(answer.read_bytes()), strict=True)
+    both = on_ranks(partial(train_and_score_all, jobs), 2, answer, 60)
     return {
         name: laid_out(groups, config).gather(outputs)
-        for (name, config), outputs in zip(OTHERS.items(), both, strict=True)
+        for (name, config), *outputs in zip(OTHERS.items(), *both, strict=True)
     }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Layout, TrainerConfig
-from rollout.types import BoolArray, FloatArray, IntArray, Routes, TokenSequence, TrajectoryGroup
+from rollout.types import FloatArray, IntArray, Routes, TokenSequence, TrajectoryGroup
 from trainer.metrics import Metric
 from trainer.prefix_tree import PrefixTree, cut, lexicographic_order
 from trainer.tokens import TokenSignals, TrainedTokens, join
@@ -83,10 +83,6 @@ class MicroBatch:
     tokens: TokenSignals
     routes: NDArray[np.unsignedinteger] | None = None
     """[N, L, layers, top_k] the experts of each token (`Routes`). None: the routers choose by themselves."""
-
-    @property
-    def num_sequences(self) -> int:
-        return self.tokens.num_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,21 +195,10 @@ def assemble(
         parts: the places of the groups of each mini-batch; None: all in one. A part without anything to compute is
             left out, unless it is the only one.
     """
-    is_learning = learning_trajectories(groups, tokens, keep_idle=keep_idle)
     rows: list[list[Row]] = []  # by group
-    number, first_token = 0, 0
-    for group in groups:
-        learning: list[Placed] = []
-        for trajectory in group.trajectories:
-            for sequence in trajectory.sequences:
-                num_tokens = int(sequence.loss_mask.sum())
-                if is_learning[number] and num_tokens:
-                    learning.append(Placed.of(sequence, first_token))
-                first_token += num_tokens
-            number += 1
+    for sequences in learning_sequences(groups, tokens, keep_idle=keep_idle):
+        learning = [Placed.of(sequence, first) for sequence, first in sequences if sequence.loss_mask.any()]
         rows.append(rows_of(learning, layout, tokens_per_micro_batch))
-    if first_token != len(tokens.targets):
-        raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
     rows_of_parts = [[row for place in part for row in rows[place]] for part in parts or [range(len(groups))]]
     fill = _padded if layout is Layout.rows else _joined
     return lay_out(rows_of_parts, tokens, lambda rows: fill(rows, tokens_per_micro_batch), num_ranks)
@@ -239,18 +224,34 @@ def assemble_for(
     )
 
 
-def learning_trajectories(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool) -> BoolArray:
-    """Return for each trajectory whether it is computed. `keep_idle`: see `assemble`."""
-    is_learning = np.zeros(sum(len(group.trajectories) for group in groups), np.bool_)
-    is_learning[tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]] = True
-    return is_learning
+def learning_sequences(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool
+) -> Iterator[list[tuple[TokenSequence, int]]]:
+    """Yield for each group the sequences of the trajectories that are computed, with the place of each one's first loss
+    token. The arguments are those of `assemble`."""
+    learning = set(np.unique(tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]).tolist())
+    number, first_token = 0, 0
+    for group in groups:
+        sequences: list[tuple[TokenSequence, int]] = []
+        for trajectory in group.trajectories:
+            for sequence in trajectory.sequences:
+                if number in learning:
+                    sequences.append((sequence, first_token))
+                first_token += int(sequence.loss_mask.sum())
+            number += 1
+        yield sequences
+    if first_token != len(tokens.targets):
+        raise ValueError(f"signals of {len(tokens.targets)} loss tokens, but the groups have {first_token}")
 
 
 def rows_of(learning: Sequence[Placed], layout: Layout, max_tokens: int) -> list[Row]:
-    """Put the sequences of a group into rows."""
-    if layout is Layout.tree:
-        return list(_trees(learning, max_tokens))
-    return [_row([placed]) for placed in learning]
+    """Put the sequences of a group into rows; in trees, what several share is computed once."""
+    if layout is not Layout.tree:
+        return [_row([placed]) for placed in learning]
+    shared = [placed.shared for placed in learning]
+    order = lexicographic_order(shared)
+    parts = cut([shared[number] for number in order], max_tokens)
+    return [_row([learning[number] for number in order[part]]) for part in parts]
 
 
 def lay_out(
@@ -279,14 +280,6 @@ def lay_out(
         optimizer_steps=tuple(optimizer_steps),
         num_tokens=len(tokens.targets),
     )
-
-
-def _trees(learning: Sequence[Placed], max_tokens: int) -> Iterator[Row]:
-    """Put the sequences of a group into rows, each with what it shares computed once."""
-    shared = [placed.shared for placed in learning]
-    order = lexicographic_order(shared)
-    for part in cut([shared[number] for number in order], max_tokens):
-        yield _row([learning[number] for number in order[part]])
 
 
 def _row(learning: Sequence[Placed]) -> Row:

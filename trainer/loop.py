@@ -57,10 +57,9 @@ class StepParts:
 
     Example:
         parts = StepParts(7, emit)
-        with parts.whole():
-            with parts.part(StepPart.wait):
-                batch = await buffer.next_batch(6)
-        parts.timings   # {"timing_s/wait_batch": 0.21, "timing_s/step": 0.34}
+        with parts.part(StepPart.wait):
+            batch = await buffer.next_batch(6)
+        parts.timings   # {"timing_s/wait_batch": 0.21}
     """
 
     done: int
@@ -76,12 +75,6 @@ class StepParts:
         with timed(self.timings, TIMINGS.get(part, part.value)):
             yield
         self.emit(StepPartEnded(global_steps=self.done, part=part))
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Count the seconds of the block as the whole step."""
-        with timed(self.timings, "step"):
-            yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +184,7 @@ class TrainLoop:
         """Take one step: train on a batch, and publish the weights. `global_steps` were taken before it."""
         done = global_steps + 1
         parts = StepParts(done, self.emit)
-        with parts.whole():
+        with timed(parts.timings, "step"):
             with parts.part(StepPart.wait):
                 batch = await self._next_batch(global_steps)
             if self.manager is not None:

@@ -36,7 +36,7 @@ from trainer.batch import (
     Row,
     first_versions,
     lay_out,
-    learning_trajectories,
+    learning_sequences,
     routes_of_inputs,
     rows_of,
 )
@@ -255,10 +255,9 @@ def mixed_batch(
     layout = Layout.tree if trainer.layout is Layout.tree else Layout.packed
     num_tokens = len(tokens.targets)
     is_known = np.zeros(num_tokens, np.bool_) if tokens.old_logprobs is None else ~np.isnan(tokens.old_logprobs)
-    is_learning = learning_trajectories(groups, tokens, keep_idle=keeps_idle(config.algorithm))
     by_group: list[list[_Path]] = []
     num_spanning = 0
-    for sequences in _learning_sequences(groups, is_learning):
+    for sequences in learning_sequences(groups, tokens, keep_idle=keeps_idle(config.algorithm)):
         paths: list[_Path] = []
         for sequence, first_token in sequences:
             for request in _requests(sequence, keeps_kv=keeps_kv):
@@ -285,27 +284,6 @@ def mixed_batch(
     at_places = zip(*mixed, strict=True)
     needed = tuple(tuple(sorted(set().union(*(row.versions for row in rows)))) for rows in at_places)
     return MixedBatch(rows=mixed, versions=needed, num_tokens=num_tokens)
-
-
-def _learning_sequences(
-    groups: Sequence[TrajectoryGroup], is_learning: BoolArray
-) -> Iterator[list[tuple[TokenSequence, int]]]:
-    """Yield, for each group, the sequences of its trajectories that are computed, with the place of each one's first
-    loss token.
-
-    Args:
-        is_learning: which trajectories are computed.
-    """
-    number, first_token = 0, 0
-    for group in groups:
-        sequences: list[tuple[TokenSequence, int]] = []
-        for trajectory in group.trajectories:
-            for sequence in trajectory.sequences:
-                if is_learning[number]:
-                    sequences.append((sequence, first_token))
-                first_token += int(sequence.loss_mask.sum())
-            number += 1
-        yield sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,14 +5,14 @@ learns from ratios of probabilities that belong to two models.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from configs.schema import Config, DType
 from configs.validate import ConfigError
-from rollout.types import FloatArray, TokenSequence, TrajectoryGroup
+from rollout.types import FloatArray, TrajectoryGroup
 from trainer.tokens import join
 
 TOLERANCE = {DType.float32: 1e-3, DType.bfloat16: 0.1}
@@ -46,12 +46,13 @@ def replica_gaps(groups: Sequence[TrajectoryGroup], logprobs: FloatArray, global
     """
     differences: dict[str, list[FloatArray]] = {}
     first_token = 0
-    for replica, sequence in _sequences(groups):
-        own = logprobs[first_token : first_token + int(sequence.loss_mask.sum())]
-        first_token += len(own)
-        if {span.global_steps for span in sequence.spans} == {global_steps}:
-            gap = np.abs(sequence.rollout_logprobs[sequence.loss_mask] - own)
-            differences.setdefault(replica, []).append(gap)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for sequence in trajectory.sequences:
+            own = logprobs[first_token : first_token + int(sequence.loss_mask.sum())]
+            first_token += len(own)
+            if {span.global_steps for span in sequence.spans} == {global_steps}:
+                gap = np.abs(sequence.rollout_logprobs[sequence.loss_mask] - own)
+                differences.setdefault(trajectory.replica, []).append(gap)
     if first_token != len(logprobs):
         raise ValueError(f"logprobs of {len(logprobs)} loss tokens, but the groups have {first_token}")
     joined = {replica: join(arrays, np.float64) for replica, arrays in differences.items()}
@@ -90,9 +91,3 @@ def refuse_other_replicas(gaps: Sequence[ReplicaGap], config: Config, global_ste
         "between these number formats. Every ratio of a run would be wrong by as much (docs/models.md). A larger value "
         "accepts it, 0 does not compare"
     )
-
-
-def _sequences(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[str, TokenSequence]]:
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        for sequence in trajectory.sequences:
-            yield trajectory.replica, sequence

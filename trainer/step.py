@@ -47,10 +47,6 @@ class AssembledStep:
         return replace(tokens, old_logprobs=self.credit.tokens.old_logprobs)
 
 
-def _untimed(part: StepPart) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAssembler:
     """Makes the micro-batches of a step, with what every token learns.
@@ -73,7 +69,7 @@ class StepAssembler:
         self,
         groups: Sequence[TrajectoryGroup],
         global_steps: int,
-        part: TimePart = _untimed,
+        part: TimePart = lambda part: nullcontext(),
         *,
         early: OldLogprobs | None = None,
         recorded: FloatArray | None = None,

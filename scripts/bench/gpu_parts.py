@@ -421,12 +421,12 @@ def measure_loading(setting: Setting, size: str) -> Figures:
 
 def _load(folder: str, num_bytes: int, setting: Setting) -> Figures:
     host_before, started = peak_host_bytes(), time.perf_counter()
-    causal_lm, weights = open_causal_lm(folder)
+    causal_lm, read_into = open_causal_lm(folder)
     shard(causal_lm, init_device_mesh(setting.device, (1,), mesh_dim_names=("data_parallel",)), torch.bfloat16)
     if not setting.dry_run:
         torch.cuda.reset_peak_memory_stats()
     allocate(causal_lm, torch.device(setting.device))
-    weights.read_into(causal_lm)
+    read_into(causal_lm)
     setting.synchronize()
     seconds = time.perf_counter() - started
     layer = max(sum(parameter.nbytes for parameter in each.parameters()) for each in decoder_layers(causal_lm))

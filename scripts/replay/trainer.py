@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from configs.checkpoint import CHECKPOINTS
 from configs.runtime.deadline import within
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from scripts.replay.worker import ReplayWorker
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def make_replay_worker(**arguments: Any) -> "ReplayWorker":
@@ -43,7 +44,7 @@ class ReplayWorkerGroup(TrainWorkerGroup):
     async def begin(self, weights: Sequence[Rows] | None = None) -> None:
         """Remember the weights of each rank as those of the replay's start; None: those that there are now."""
         each = [None] * len(self.actors) if weights is None else weights
-        await self._on_each([_on(lambda worker, mine=mine: worker.begin(mine)) for mine in each])
+        await self._on_each(_on(lambda worker, mine: worker.begin(mine)), each)
 
     async def began(self) -> list[Rows]:
         """Return the weights of the replay's start, by rank."""
@@ -55,8 +56,7 @@ class ReplayWorkerGroup(TrainWorkerGroup):
 
     async def compare(self, others: Sequence[StepRows]) -> Similarity:
         """Compare with the rows of another training on as many ranks."""
-        calls = [_on(lambda worker, other=other: worker.compare(other)) for other in others]
-        return Similarity.total(await self._on_each(calls))
+        return Similarity.total(await self._on_each(_on(lambda worker, other: worker.compare(other)), others))
 
     async def policy_difference(self, mine: Path, others: Path) -> tuple[float, float]:
         """Compare the policies of two saved states, as `ReplayWorker.policy_difference` does."""
@@ -64,8 +64,8 @@ class ReplayWorkerGroup(TrainWorkerGroup):
             return (await self._on_all(_on(lambda worker: worker.policy_difference(mine, others))))[0]
 
 
-def _on(function: "Callable[[ReplayWorker], T]") -> Callable[[Any], T]:
-    return cast("Callable[[Any], T]", function)
+def _on(function: "Callable[[ReplayWorker, Unpack[Ts]], T]") -> Callable[[Any, Unpack[Ts]], T]:
+    return cast("Callable[[Any, Unpack[Ts]], T]", function)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

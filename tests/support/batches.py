@@ -126,6 +126,11 @@ def learning(
     )
 
 
+def ones(groups: Sequence[TrajectoryGroup]) -> list[FloatArray]:
+    """Return an advantage of 1 for each trajectory."""
+    return [np.ones(len(group.trajectories), np.float32) for group in groups]
+
+
 def pack(
     groups: Sequence[TrajectoryGroup],
     layout: Layout,
@@ -134,10 +139,17 @@ def pack(
     *,
     keep_idle: bool = False,
     aggregation: LossAggregation = LossAggregation.token_mean,
+    advantages: Sequence[FloatArray] | None = None,
     **known: FloatArray,
 ) -> StepBatch:
-    """Assemble the groups with GRPO's advantages. `known`: further signals of all the step's tokens."""
-    advantages = [np.array(advantages_of(group), np.float32) for group in groups]
+    """Assemble the groups.
+
+    Args:
+        advantages: per group [G]; None: GRPO's.
+        known: further signals of all the step's tokens.
+    """
+    if advantages is None:
+        advantages = [np.array(advantages_of(group), np.float32) for group in groups]
     return assemble(
         groups,
         replace(learning(groups, advantages, aggregation), **known),

@@ -139,7 +139,7 @@ def random_model(family: str, seed: int = 0, /, **changes: Any) -> Any:
 
 def loaded(path: Path) -> Any:
     """Load the whole model of a folder as a train worker reads its rows."""
-    causal_lm, weights = open_causal_lm(str(path))
+    causal_lm, read_into = open_causal_lm(str(path))
     allocate(causal_lm, torch.device("cpu"))
-    weights.read_into(causal_lm)
+    read_into(causal_lm)
     return causal_lm

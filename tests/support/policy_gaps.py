@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from configs.schema import Layout
 from rollout.types import FloatArray, TokenSequence
-from tests.support.batches import learning
+from tests.support.batches import ones, pack
 from tests.support.reference import make_group, make_trajectory
-from trainer.batch import assemble
 from trainer.worker.model import Policy
 
 
@@ -19,10 +17,7 @@ def trained_minus_sampled(policy: Policy, sequences: Sequence[TokenSequence], la
     """Return [T] the logprobs that the policy computes on its device minus the sampler's."""
     trajectories = [replace(make_trajectory([1], [1]), sequences=(sequence,)) for sequence in sequences]
     groups = [make_group(0, trajectories)]
-    options: dict[str, Any] = {"num_ranks": 1, "tokens_per_micro_batch": 10_000, "keep_idle": False}
-    ((batch,),) = assemble(
-        groups, learning(groups, [np.ones(len(sequences), np.float32)]), layout=layout, **options
-    ).micro_batches
+    ((batch,),) = pack(groups, layout, advantages=ones(groups)).micro_batches
     with torch.no_grad():
         logprobs, _ = policy(batch, policy.causal_lm.device)
     return logprobs.float().cpu().numpy() - batch.tokens.rollout_logprobs

@@ -118,6 +118,9 @@ class Scene:
         results = [await self.workers.train_step(batch, step) for step, batch in batches.items()]
         return [result.metrics["trained"].value for result in results]
 
+    async def score(self, batch: Any) -> Any:
+        return await self.workers.score(batch)
+
     async def save(self, step: int) -> Checkpoint:
         aside = self.store.begin(step)
         await self.workers.stage_checkpoint(aside / "train")

@@ -6,10 +6,11 @@ import multiprocessing
 import pickle
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from trainer.tiny.model import build_model
 from trainer.worker.worker import TrainWorker
 from weight_sync.protocol import Manifest, PublishOrder, Sender, Shards, TensorSpec
 
+T = TypeVar("T")
 Weights = dict[str, torch.Tensor]
 SAVED_AT = 2
 
@@ -98,13 +100,14 @@ class Inbox(Sender):
     def stop(self, manifest: Manifest) -> None: ...
 
 
-def run_worker(config: Config, model_path: str, use: Callable[[TrainWorker, Inbox], None]) -> None:
-    """Set up one worker in this process, give it to `use`, and leave its process group."""
+@contextlib.contextmanager
+def running_worker(config: Config, model_path: str) -> Iterator[tuple[TrainWorker, Inbox]]:
+    """Set up one worker in this process, and leave its process group in the end."""
     inbox = Inbox()
     worker = TrainWorker(config=config, device="cpu", make_sender=inbox)
     try:
         worker.setup(model_path, 0, 1, free_master())
-        use(worker, inbox)
+        yield worker, inbox
     finally:
         dist.destroy_process_group()
 
@@ -199,19 +202,26 @@ def two_ranks(jobs: Mapping[str, Job], answer: Path, timeout_s: float) -> dict[s
 
 
 def several_ranks(jobs: Mapping[str, Job], num_ranks: int, answer: Path, timeout_s: float) -> dict[str, Outcome]:
-    """Every job on as many ranks: rank 0 here, each other in a process of its own, one process for all jobs."""
-    masters = [free_master() for _ in jobs]
+    """Every job on as many ranks, one process a rank for all jobs."""
+    work = partial(train_jobs, [(job, num_ranks, free_master()) for job in jobs.values()])
+    ranks = on_ranks(work, num_ranks, answer, timeout_s)
+    return {name: outcome(of_job, jobs[name]) for name, *of_job in zip(jobs, *ranks, strict=True)}
+
+
+def train_jobs(jobs: list[tuple[Job, int, str]], rank: int) -> list[RankRun]:
+    return [train_rank(job, rank, num_ranks, master) for job, num_ranks, master in jobs]
+
+
+def on_ranks(work: Callable[[int], T], num_ranks: int, answer: Path, timeout_s: float) -> list[T]:
+    """Return what `work` returns for each rank: 0 here, each other in a process of its own, which writes it beside
+    `answer`."""
     answers = {rank: answer.with_name(f"{answer.name}.{rank}") for rank in range(1, num_ranks)}
-    others = [
-        multiprocessing.get_context("spawn").Process(
-            target=train_other_rank, args=(list(jobs.values()), masters, rank, num_ranks, path), daemon=True
-        )
-        for rank, path in answers.items()
-    ]
+    context = multiprocessing.get_context("spawn")
+    others = [context.Process(target=write_answer, args=(work, *other), daemon=True) for other in answers.items()]
     for other in others:
         other.start()
     try:
-        first = [train_rank(job, 0, num_ranks, master) for job, master in zip(jobs.values(), masters, strict=True)]
+        first = work(0)
         for other in others:
             other.join(timeout_s)
             assert other.exitcode == 0
@@ -219,14 +229,12 @@ def several_ranks(jobs: Mapping[str, Job], num_ranks: int, answer: Path, timeout
         for other in others:
             other.kill()
             other.join(timeout_s)
-    rest = [pickle.loads(path.read_bytes()) for path in answers.values()]
-    return {name: outcome(ranks, jobs[name]) for name, *ranks in zip(jobs, first, *rest, strict=True)}
+    return [first, *(pickle.loads(path.read_bytes()) for path in answers.values())]
 
 
-def train_other_rank(jobs: list[Job], masters: list[str], rank: int, num_ranks: int, answer: Path) -> None:
-    """Entry point of another process: one rank of every job, what came out written to a file."""
-    runs = [train_rank(job, rank, num_ranks, master) for job, master in zip(jobs, masters, strict=True)]
-    answer.write_bytes(pickle.dumps(runs))
+def write_answer(work: Callable[[int], object], rank: int, answer: Path) -> None:
+    """Entry point of another process."""
+    answer.write_bytes(pickle.dumps(work(rank)))
 
 
 def outcome(ranks: Sequence[RankRun], job: Job) -> Outcome:

@@ -4,7 +4,7 @@ The driver does this over the whole step, before the step is split into micro-ba
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -99,12 +99,15 @@ def assign_credit(
     if algorithm.needs_critic:
         rewards = token_rewards(trajectories, _rewards(groups)) - penalties
         credit = _by_critic(groups, tokens.take(trained), rewards[trained], algorithm)
-    elif algorithm.advantage == OPTIMAL_BASELINE:
-        credit = _by_optimal_baseline(groups, tokens, penalties, scores)
-        credit = replace(credit, tokens=credit.tokens.take(trained))
     else:
-        estimate = _estimate(algorithm.advantage)
-        credit = estimate(groups, tokens, penalties, algorithm)
+        if algorithm.advantage == DISTILLATION:  # nothing is learned from rewards
+            credit = replace(no_credit(groups), tokens=tokens)
+        elif algorithm.advantage == OPTIMAL_BASELINE:
+            credit = _by_optimal_baseline(groups, tokens, penalties, scores)
+        elif algorithm.advantage in RETURN_ADVANTAGES:
+            credit = _by_return(groups, tokens, penalties, algorithm)
+        else:
+            credit = _by_group(groups, tokens, penalties, algorithm)
         credit = replace(credit, tokens=credit.tokens.take(trained))
     if config.teacher.path is not None:
         credit = _taught(credit, groups, algorithm.teacher_coef)
@@ -135,27 +138,36 @@ def loss_weights(trajectories: IntArray, config: Config) -> FloatArray:
     return aggregation_weights(trajectories, aggregation, horizon)
 
 
-def _estimate(advantage: str) -> Callable[..., Credit]:
-    """Return the function (groups, tokens, penalties, algorithm) -> Credit of that kind of advantage."""
-    if advantage == DISTILLATION:
-        return _by_none
-    return _by_return if advantage in RETURN_ADVANTAGES else _by_group
-
-
-def _by_none(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *_: object) -> Credit:
-    """Return credit without advantages: nothing is learned from rewards."""
-    return Credit(tokens=tokens, advantages=[np.zeros(len(g.trajectories), np.float32) for g in groups], metrics={})
+def _credited(
+    tokens: TokenSignals, advantages: FloatArray, groups: Sequence[TrajectoryGroup], metrics: dict[str, float]
+) -> Credit:
+    """Return the credit of tokens with these advantages [T]."""
+    means = _trajectory_means(advantages, tokens, groups)
+    return Credit(tokens=replace(tokens, advantages=advantages), advantages=means, metrics=metrics)
 
 
 def _taught(credit: Credit, groups: Sequence[TrajectoryGroup], coefficient: float) -> Credit:
-    """Return the credit with the teacher's judgement of every token added."""
+    """Return the credit with the advantages of on-policy distillation added: the teacher's judgement of every token.
+
+    The policy samples, and learns for every token a from
+
+        A(a) = log p_teacher(a) - log mu(a)
+
+    whose mean over what the policy samples is -KL(mu || p_teacher), the reverse KL of each token given those before it.
+    No discount: a token is not blamed for what follows it (Agarwal et al., arXiv:2306.13649; Lu, Thinking Machines Lab,
+    "On-Policy Distillation", 2025).
+
+    p_teacher is the teacher at temperature 1, mu what the policy was sampled from: with rollout.temperature and the
+    truncation of rollout.top_p and rollout.top_k in it. So what comes to equal the teacher is the policy as it is
+    sampled. Raises ValueError where no teacher has scored the tokens.
+    """
     tokens = credit.tokens
-    advantages = (tokens.advantages + coefficient * _teacher_advantages(tokens)).astype(np.float32)
-    return Credit(
-        tokens=replace(tokens, advantages=advantages),
-        advantages=_trajectory_means(advantages, tokens, groups),
-        metrics=credit.metrics | _teacher_metrics(tokens),
-    )
+    if tokens.teacher_logprobs is None:
+        raise ValueError("teacher.path is set, and no teacher has scored the tokens of this batch")
+    judgements = tokens.teacher_logprobs - tokens.rollout_logprobs
+    advantages = (tokens.advantages + coefficient * judgements).astype(np.float32)
+    metrics = {"teacher/kl": float(np.mean(-judgements))} if len(judgements) else {}
+    return _credited(tokens, advantages, groups, credit.metrics | metrics)
 
 
 def _by_group(
@@ -218,15 +230,6 @@ def _rewards_to_go(
     return to_go
 
 
-def _by_return(
-    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
-) -> Credit:
-    """Give each token an advantage from its return."""
-    advantages = _return_advantages(algorithm.advantage, groups, _rewards(groups), penalties, tokens)
-    means = _trajectory_means(advantages, tokens, groups)
-    return Credit(tokens=replace(tokens, advantages=advantages), advantages=means, metrics={})
-
-
 def _by_critic(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, rewards: Float64Array, algorithm: AlgorithmConfig
 ) -> Credit:
@@ -235,18 +238,15 @@ def _by_critic(
     values = tokens.values
     assert values is not None
     estimates = gae(rewards, values, tokens.sequences, algorithm.gamma, algorithm.gae_lambda)
-    advantages, returns = whiten(estimates), (estimates + values).astype(np.float32)
-    return Credit(
-        tokens=replace(tokens, advantages=advantages, returns=returns),
-        advantages=_trajectory_means(advantages, tokens, groups),
-        metrics={
+    returns = (estimates + values).astype(np.float32)
+    metrics: dict[str, float] = {}
+    if len(values):
+        metrics = {
             "critic/values/mean": float(values.mean()),
             "critic/returns/mean": float(returns.mean()),
             "critic/vf_explained_var": float(1 - (returns - values).var() / max(float(returns.var()), 1e-8)),
         }
-        if len(values)
-        else {},
-    )
+    return _credited(replace(tokens, returns=returns), whiten(estimates), groups, metrics)
 
 
 def _rewards(groups: Sequence[TrajectoryGroup]) -> Float64Array:
@@ -352,17 +352,14 @@ def _by_optimal_baseline(
     some = (returns[counts], energies[counts], tokens.sequences[counts], owners[tokens.trajectories[counts]])
     advantages = np.zeros(len(returns), np.float32)
     advantages[counts] = returns[counts] - optimal_baselines(*some)
-    means = _trajectory_means(advantages, tokens, groups)
-    return Credit(tokens=replace(tokens, advantages=advantages), advantages=means, metrics={})
+    return _credited(tokens, advantages, groups, {})
 
 
-def _return_advantages(
-    name: str, groups: Sequence[TrajectoryGroup], rewards: Float64Array, penalties: FloatArray, tokens: TokenSignals
-) -> FloatArray:
-    """[B] rewards, [T] penalties of the groups' tokens -> [T] advantages, 0 where a trajectory has no reward.
-
-    They are of the return of each token, its trajectory's reward less the penalties from the token on. A trajectory
-    needs no others of its group, so that algorithm.group_size=1 is enough.
+def _by_return(
+    groups: Sequence[TrajectoryGroup], tokens: TokenSignals, penalties: FloatArray, algorithm: AlgorithmConfig
+) -> Credit:
+    """Give each token an advantage from its return, its trajectory's reward less the penalties [T] from the token on; 0
+    where the trajectory has no reward. It needs no others of its group, so that algorithm.group_size=1 is enough.
 
     reinforce_plus_plus: the return G_t = r - sum of the penalties from t on, whitened over the tokens of the batch
     (REINFORCE++, arXiv:2501.03262). remax: G_t - reward of the greedy response to the same prompt (ReMax,
@@ -370,7 +367,8 @@ def _return_advantages(
     """
     every = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     is_scored = np.array([trajectory.is_scored for _, trajectory in every], np.bool_)
-    if name == "remax":
+    rewards = _rewards(groups)
+    if algorithm.advantage == "remax":
         greedy = [group.greedy for group, _ in every]
         baselines = np.array([0.0 if response is None else response.shaped_reward for response in greedy], np.float64)
         is_scored &= np.array([response is not None and response.is_scored for response in greedy], np.bool_)
@@ -380,31 +378,5 @@ def _return_advantages(
     values = token_rewards([trajectory for _, trajectory in every], rewards) - penalties
     # With values of 0 and without discount, GAE is the sum of what follows.
     returns = gae(values, np.zeros_like(values), tokens.sequences, 1.0, 1.0)[counts]
-    advantages[counts] = whiten(returns) if name == "reinforce_plus_plus" else returns
-    return advantages
-
-
-def _teacher_advantages(tokens: TokenSignals) -> FloatArray:
-    """Return the advantages of on-policy distillation: the teacher's judgement of each sampled token.
-
-    The policy samples, and learns for every token a from
-
-        A(a) = log p_teacher(a) - log mu(a)
-
-    whose mean over what the policy samples is -KL(mu || p_teacher), the reverse KL of each token given those before it.
-    No discount: a token is not blamed for what follows it (Agarwal et al., arXiv:2306.13649; Lu, Thinking Machines Lab,
-    "On-Policy Distillation", 2025).
-
-    p_teacher is the teacher at temperature 1, mu what the policy was sampled from: with rollout.temperature and the
-    truncation of rollout.top_p and rollout.top_k in it. So what comes to equal the teacher is the policy as it is
-    sampled. Raises ValueError where no teacher has scored the tokens.
-    """
-    if tokens.teacher_logprobs is None:
-        raise ValueError("teacher.path is set, and no teacher has scored the tokens of this batch")
-    return tokens.teacher_logprobs - tokens.rollout_logprobs
-
-
-def _teacher_metrics(tokens: TokenSignals) -> dict[str, float]:
-    """Return the metrics of the tokens of a step."""
-    distances = -_teacher_advantages(tokens)
-    return {"teacher/kl": float(np.mean(distances))} if len(distances) else {}
+    advantages[counts] = whiten(returns) if algorithm.advantage == "reinforce_plus_plus" else returns
+    return _credited(tokens, advantages, groups, {})

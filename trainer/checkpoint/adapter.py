@@ -46,18 +46,16 @@ def saved_adapter(checkpoint: Checkpoint) -> SavedAdapter | None:
     """Return the adapter that the checkpoint holds; None if it holds all weights. Raises CheckpointError."""
     file = checkpoint.model_folder / ADAPTER_FILE
     try:
-        return _read(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        content: dict[str, Any] = json.loads(file.read_bytes())
+        targets = content["target_modules"]
+        lora = LoraConfig(
+            rank=content["r"],
+            alpha=content["lora_alpha"],
+            targets=[ALL_LINEAR] if targets == PEFT_ALL_LINEAR else targets,
+            dropout=content["lora_dropout"],
+        )
+        return SavedAdapter(lora, content["base_model_name_or_path"])
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _read(file: Path) -> SavedAdapter:
-    content: dict[str, Any] = json.loads(file.read_bytes())
-    targets = content["target_modules"]
-    lora = LoraConfig(
-        rank=content["r"],
-        alpha=content["lora_alpha"],
-        targets=[ALL_LINEAR] if targets == PEFT_ALL_LINEAR else targets,
-        dropout=content["lora_dropout"],
-    )
-    return SavedAdapter(lora, content["base_model_name_or_path"])

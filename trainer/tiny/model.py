@@ -162,18 +162,16 @@ def build_model(vocab_size: int, seed: int, size: ModelSize = TINY) -> TinyModel
         if size.num_experts == 0:
             model = Qwen3ForCausalLM(Qwen3Config(**shape)).float()
         else:
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts_of(size))).float()
+            config = Qwen3MoeConfig(
+                **shape,
+                num_experts=size.num_experts,
+                num_experts_per_tok=EXPERTS_PER_TOKEN,
+                moe_intermediate_size=4 * size.hidden_size // EXPERTS_PER_TOKEN,
+                norm_topk_prob=True,  # as in all Qwen3 mixtures, and unlike the default
+            )
+            model = Qwen3MoeForCausalLM(config).float()
     model.generation_config = GenerationConfig(**SPECIAL_IDS)
     return model
-
-
-def experts_of(size: ModelSize) -> dict[str, Any]:
-    return {
-        "num_experts": size.num_experts,
-        "num_experts_per_tok": EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": 4 * size.hidden_size // EXPERTS_PER_TOKEN,
-        "norm_topk_prob": True,  # as in all Qwen3 mixtures, and unlike the default
-    }
 
 
 def save_tiny_model(directory: Path, tokenizer: PreTrainedTokenizerFast, seed: int, size: ModelSize = TINY) -> None:

@@ -61,13 +61,13 @@ class Critic:
         device: torch.device,
         attention: Attention,
     ):
-        causal_lm, weights = opened
+        causal_lm, read_into = opened
         causal_lm = prepared(causal_lm, model_path, config.trainer)
         hidden_size = causal_lm.get_output_embeddings().weight.shape[1]
         self._model: Any = ValueModel(find_decoder(causal_lm), hidden_size, attention)
         shard(self._model, mesh, getattr(torch, config.trainer.dtype.value), config.trainer.expert_parallel)
         allocate(self._model, device)
-        weights.read_into(causal_lm)  # all but the LM head, which stays on the meta device
+        read_into(causal_lm)  # all but the LM head, which stays on the meta device
         self._model.zero_head()  # `allocate` gave it memory without values
         self._always_reduces = not gradients_fit(self._model, config.trainer.unsharded_gradients_mb)
         self.optimizer = Optimizer(self._model, config.critic.lr, config.trainer)

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from trainer.worker.loading import local
+from trainer.worker.loading import local, local_rows
 
 _ODD = -7046029254386353131
 """2^64 divided by the golden ratio, as a signed number: its multiples are spread evenly (Knuth, volume 3, 6.4)."""
@@ -19,7 +18,7 @@ def trained_rows(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor
     for kind, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                yield f"{kind}/{name}", local(parameter), _first_row(parameter)
+                yield f"{kind}/{name}", local(parameter), local_rows(parameter).start if parameter.dim() else 0
 
 
 class WeightsDigest:
@@ -85,11 +84,3 @@ def _multipliers(seed: int, first: int, sums: Tensor) -> Tensor:
     places = torch.arange(first, first + len(sums), dtype=torch.int64, device=sums.device)
     mixed = (places * 2 + 1) * _ODD + seed * 2
     return (mixed ^ (mixed >> 29)) * _ODD | 1
-
-
-def _first_row(parameter: Tensor) -> int:
-    """Return the place of this rank's first row: FSDP2 shards dimension 0 as torch.chunk does."""
-    if not isinstance(parameter, DTensor) or parameter.dim() == 0:
-        return 0
-    mesh = parameter.device_mesh
-    return mesh.get_local_rank() * -(-len(parameter) // mesh.size())

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 
 from rollout.actors.carried import get_as_raised
+from trainer.worker.worker_group import read_part, write_part
 
 T = TypeVar("T")
 WRITTEN_CHUNK, READ_CHUNK = 2**24, 2**20
@@ -44,18 +45,7 @@ class DriversDisk(FileSystemBase):
 
     def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function on the driver's machine. Raises what it raises there."""
-        return self._answer(self._machine.call.remote(function, *args))
-
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        """Read at most `size` bytes; fewer at the end of the file."""
-        return self._answer(self._machine.read.remote(path, offset, size))
-
-    def write(self, path: Path, offset: int, data: bytes) -> None:
-        """Write into a file that exists."""
-        self._answer(self._machine.write.remote(path, offset, data))
-
-    def _answer(self, call: Any) -> Any:
-        return get_as_raised(call, "the driver's machine")
+        return get_as_raised(self._machine.call.remote(function, *args), "the driver's machine")
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -112,13 +102,13 @@ class _RemoteFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = self._disk.read(self._path, self._position, min(len(buffer), WRITTEN_CHUNK))
+        data = self._disk.call(read_part, self._path, self._position, min(len(buffer), WRITTEN_CHUNK))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
 
     def write(self, data: Any) -> int:
         chunk = bytes(memoryview(data).cast("B")[:WRITTEN_CHUNK])
-        self._disk.write(self._path, self._position, chunk)
+        self._disk.call(write_part, self._path, self._position, chunk)
         self._position += len(chunk)
         return len(chunk)

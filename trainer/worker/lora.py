@@ -53,7 +53,7 @@ class LoraLinear(nn.Linear):
 
 
 def _factor(values: Tensor) -> nn.Linear:
-    """Return the layer with this weight [out, in]."""
+    """Return the layer with this weight [out, in]. `skip_init` cannot make it of the fake tensors of a rehearsal."""
     with torch.device("meta"):
         layer = nn.Linear(values.shape[1], values.shape[0], bias=False)
     layer.weight = nn.Parameter(values)
@@ -141,6 +141,7 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
     """The layers with an adapter by name, in the model's order. Raises as `add_adapters` does."""
     head = causal_lm.get_output_embeddings()
     linear = {name: module for name, module in causal_lm.named_modules() if type(module) is nn.Linear}
+    stacked = _expert_weights(causal_lm)
     if targets == [ALL_LINEAR]:
         chosen = {name: module for name, module in linear.items() if module is not head}
         unknown = [] if chosen else targets
@@ -148,7 +149,6 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
         chosen = {
             name: module for name, module in linear.items() if any(_is_called(name, target) for target in targets)
         }
-        stacked = _expert_weights(causal_lm)
         unknown = [
             target
             for target in targets
@@ -157,7 +157,7 @@ def target_layers(causal_lm: Any, targets: list[str]) -> dict[str, nn.Linear]:
         ]
     key, architecture = f"model.lora.targets=[{','.join(targets)}]", type(causal_lm).__name__
     if unknown:
-        names = {name.rpartition(".")[2] for name in [*linear, *_expert_weights(causal_lm)]}
+        names = {name.rpartition(".")[2] for name in [*linear, *stacked]}
         there_are = ", ".join(sorted(names)) or "none"
         raise ConfigError(f"{key}: {architecture} has no linear layer {unknown[0]}; there are {there_are}")
     owners = Counter(parameter for _, parameter in causal_lm.named_parameters(remove_duplicate=False))

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,45 +60,28 @@ def reads_of_files(files: list[str], causal_lm: Any) -> Iterator[Read]:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         if name not in known:
             continue  # of another head, say
-        source = _Source(owners[key], key, name)
         if pattern is None:
-            yield source.named
+            yield partial(_read_slice, owners[key], key, name)
             continue
         conversion = conversions.setdefault(name, deepcopy(by_pattern[pattern]))
-        conversion.add_tensor(name, key, pattern, source.whole)  # pyright: ignore  (it is called, if it can be)
+        whole: Any = partial(_read_whole, owners[key], key)
+        conversion.add_tensor(name, key, pattern, whole)  # it is called, if it can be
     for name, conversion in conversions.items():
-        yield _Conversion(conversion, name, causal_lm).converted
+        yield partial(_convert, conversion, name, causal_lm)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A tensor of a file, which is not read yet."""
-
-    file: Any
-    key: str
-    """The name of the tensor in the file."""
-    name: str
-    """Its name in the model."""
-
-    def named(self) -> dict[str, Whole]:
-        return {self.name: self.file.get_slice(self.key)}
-
-    def whole(self) -> Tensor:
-        return self.file.get_slice(self.key)[...]
+def _read_slice(file: Any, key: str, name: str) -> dict[str, Whole]:
+    return {name: file.get_slice(key)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversion:
-    """Tensors of the model that transformers makes of those of the files."""
+def _read_whole(file: Any, key: str) -> Tensor:
+    return file.get_slice(key)[...]
 
-    conversion: Any
-    """The `WeightConverter`, which has taken the files' tensors."""
-    name: str
-    causal_lm: Any
 
-    def converted(self) -> dict[str, Whole]:
-        made = self.conversion.convert(self.name, model=self.causal_lm, config=self.causal_lm.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
+def _convert(conversion: Any, name: str, causal_lm: Any) -> dict[str, Whole]:
+    """Return the tensors of the model that a `WeightConverter` makes of the files' tensors, which it has taken."""
+    made = conversion.convert(name, model=causal_lm, config=causal_lm.config)
+    return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
 def read_by_transformers(path: str) -> dict[str, Whole]:

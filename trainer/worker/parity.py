@@ -15,7 +15,7 @@ from configs.mixture import longest_source
 from configs.schema import Config, Layout
 from configs.validate import ConfigError
 from rollout.types import IntArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, VersionSpan
-from trainer.batch import MicroBatch, assemble
+from trainer.batch import assemble
 from trainer.old_logprobs import mixed_batch
 from trainer.tokens import sampled_tokens
 from trainer.worker.attention.attention import LONGEST_MASK, takes_tensors
@@ -167,7 +167,10 @@ def _problem(
     device: torch.device,
 ) -> str | None:
     """Return a description of the model's error in this layout, or None."""
-    batch = _micro_batch(groups, layout)
+    step = assemble(
+        groups, sampled_tokens(groups, 0), layout=layout, num_ranks=1, tokens_per_micro_batch=2**62, keep_idle=True
+    )
+    [[batch]] = step.micro_batches
     max_logits = len(plain) // CHUNKS * vocab_size(policy.causal_lm)
     try:
         logprobs, _ = policy(batch, device, max_logits)
@@ -221,15 +224,3 @@ def _sampled(prompt_ids: IntArray, response_ids: IntArray) -> TokenSequence:
         rollout_logprobs=np.zeros(length, np.float32),
         spans=(VersionSpan(0, length, 0),),
     )
-
-
-def _micro_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
-    batch = assemble(
-        groups,
-        sampled_tokens(groups, global_steps=0),
-        layout=layout,
-        num_ranks=1,
-        tokens_per_micro_batch=2**62,
-        keep_idle=True,
-    )
-    return batch.micro_batches[0][0]

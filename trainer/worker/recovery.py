@@ -282,14 +282,7 @@ class RecoveringUpdater:
     def __init__(self, manager: WeightUpdater, workers: RecoveringWorkers):
         self._manager = manager
         self._workers = workers
-
-    @property
-    def publishing(self) -> asyncio.Lock:
-        return self._manager.publishing
-
-    @property
-    def updating(self) -> asyncio.Lock:
-        return self._manager.updating
+        self.publishing, self.updating = manager.publishing, manager.updating
 
     async def update_weights(self, global_steps: int, published: asyncio.Event | None = None) -> UpdateReport:
         return await self._workers.again_if_lost(

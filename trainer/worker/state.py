@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
-from trainer.checkpoint.store import METADATA
 from trainer.worker.drivers_disk import reader, writer
 from trainer.worker.loading import local
 
@@ -62,16 +61,6 @@ class Trained:
         set_state_dict(self.module, self.optimizer, model_state_dict=weights, optim_state_dict=moments, options=options)
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group |= {**settings, "params": group["params"]}  # those of the config, and not of the run that was saved
-
-
-def sees(folder: Path, metadata: bytes | None) -> bool:
-    """Return whether a folder of the driver's machine is on this one too.
-
-    Args:
-        metadata: what its METADATA holds. None: it is still empty, and has a name that no other folder has.
-    """
-    file = folder / METADATA
-    return folder.parent.is_dir() if metadata is None else file.is_file() and file.read_bytes() == metadata
 
 
 class StateWriter:

@@ -199,18 +199,18 @@ class _Part:
 
     def logits(self, rows: slice) -> Tensor:
         """Return the logits [t, v], divided by the temperature; LEFT_OUT for tokens that sampling left out."""
-        logits, left_out = self._all_logits(rows), self.head.options.left_out
-        return logits if left_out is None else logits.masked_fill_(left_out.mask(rows, self.columns), LEFT_OUT)
-
-    def _all_logits(self, rows: slice) -> Tensor:
         options = self.head.options
         logits = _product(self.head.hidden[rows], self.weight.T)
         if self.bias is not None:
             logits += self.bias
         cap, scale = options.rule.soft_cap, options.rule.scale
         if cap is not None:
-            return logits.mul_(scale / cap).tanh_().mul_(cap / options.temperature)
-        return logits if scale == options.temperature else logits.mul_(scale / options.temperature)
+            logits.mul_(scale / cap).tanh_().mul_(cap / options.temperature)
+        elif scale != options.temperature:
+            logits.mul_(scale / options.temperature)
+        if options.left_out is not None:
+            logits.masked_fill_(options.left_out.mask(rows, self.columns), LEFT_OUT)
+        return logits
 
     def targets(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return [t, 1] each: the targets' columns, any where they are in another part; and whether they are in

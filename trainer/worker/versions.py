@@ -67,29 +67,22 @@ class VersionStore:
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._dtype = dtype
-        self._kept: dict[int, list[Tensor | Change]] = {}  # ascending; the newest is whole
-
-    @property
-    def kept(self) -> dict[int, list[Tensor | Change]]:
-        return self._kept
-
-    def restore(self, kept: dict[int, list[Tensor | Change]]) -> None:
-        """Continue with the state that another process has kept."""
-        self._kept = kept
+        self.kept: dict[int, list[Tensor | Change]] = {}
+        """The versions, ascending; the newest is whole. A worker goes on with those that another process has kept."""
 
     def __contains__(self, version: int) -> bool:
-        return version in self._kept
+        return version in self.kept
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self._kept.values() for part in parts)
+        return sum(part.nbytes for parts in self.kept.values() for part in parts)
 
     @torch.no_grad()
     def keep(self, version: int) -> None:
         """Copy the weights as they are, which are newer than all that is kept."""
         if version in self:
             return
-        before = self._kept[max(self._kept)] if self._kept else None
+        before = self.kept[max(self.kept)] if self.kept else None
         whole: list[Tensor | Change] = []
         for place, parameter in enumerate(self._parameters):
             values = local(parameter).to(self._dtype)
@@ -97,11 +90,11 @@ class VersionStore:
             if before is not None and isinstance(kept := before[place], Tensor):
                 change = Change.between(kept.to(values.device), values)
                 before[place] = change.to("cpu") if change.nbytes < kept.nbytes else kept
-        self._kept[version] = whole
+        self.kept[version] = whole
         _wait_for_copies()
 
     def drop_before(self, version: int) -> None:
-        self._kept = {kept: parts for kept, parts in self._kept.items() if kept >= version}
+        self.kept = {kept: parts for kept, parts in self.kept.items() if kept >= version}
 
     @contextmanager
     @torch.no_grad()
@@ -131,8 +124,8 @@ class VersionStore:
         """Return a parameter's values in the version. A version that is kept as changes is rebuilt from the next one
         that is kept whole, backwards."""
         changes: list[Change] = []
-        for newer in sorted(kept for kept in self._kept if kept >= version):
-            part = self._kept[newer][place]
+        for newer in sorted(kept for kept in self.kept if kept >= version):
+            part = self.kept[newer][place]
             if isinstance(part, Tensor):
                 values = part.to(device, copy=bool(changes))
                 for change in reversed(changes):

@@ -52,7 +52,7 @@ from trainer.worker.model import (
 from trainer.worker.optimizer import Optimizer
 from trainer.worker.parity import refuse_other_logprobs, refuse_other_segments
 from trainer.worker.segments import SegmentCache
-from trainer.worker.state import POLICY, StateWriter, Trained, copied, load, load_copied, sees
+from trainer.worker.state import POLICY, StateWriter, Trained, copied, load, load_copied
 from trainer.worker.versions import Change, VersionStore
 from weight_sync.adapter import is_factor
 from weight_sync.protocol import Adapter, Checksums, Manifest, PublishOrder, Sender
@@ -67,8 +67,6 @@ JOINING = 0.25
 NO_SAMPLE = EffectiveSampleSize(0.0, 0.0, 0.0)
 MEETING_S = 0.01
 """The time after which a rank that waits for the others looks again."""
-OpenModel = Callable[[str], Opened]
-"""The path of a model -> the model on the meta device, and where its values are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,14 @@ class TrainWorker:
         publication = worker.publish(order)
     """
 
-    def __init__(self, *, config: Config, device: str, make_sender: MakeSender, open_model: OpenModel = open_causal_lm):
+    def __init__(
+        self,
+        *,
+        config: Config,
+        device: str,
+        make_sender: MakeSender,
+        open_model: Callable[[str], Opened] = open_causal_lm,
+    ):
         self._config = config
         self._open_model = open_model
         self._device_type = device
@@ -219,7 +224,7 @@ class TrainWorker:
         with torch.no_grad(), self._versions.lent() as load:
             for row, present in zip(rows, versions, strict=True):
                 cache, logprobs = SegmentCache(len(row.owners)), np.full(len(row.batch.index), np.nan, np.float32)
-                known = [version for version in present if self._has_version(version)]
+                known = [version for version in present if version == self._global_steps or version in self._versions]
                 for version in known:
                     load(None if version == self._global_steps else version)
                     segment = row.segment(version)
@@ -229,9 +234,6 @@ class TrainWorker:
                 logprobs[~np.isin(row.oldest, known)] = np.nan
                 made.append(logprobs)
         return made
-
-    def _has_version(self, version: int) -> bool:
-        return version == self._global_steps or (self._versions is not None and version in self._versions)
 
     def _keep_version(self, global_steps: int) -> None:
         """Keep the weights that `global_steps` steps have made, if replicas sample with them. Drop those that no token
@@ -441,10 +443,6 @@ class TrainWorker:
         """Make a running `send` fail. May run concurrently with it."""
         self._sender.stop(manifest)
 
-    def sees(self, folder: Path, metadata: bytes | None) -> bool:
-        """Return whether a folder of the driver's machine is here too, as `state.sees` says."""
-        return sees(folder, metadata)
-
     def stage_checkpoint(self, folder: Path, drivers_machine: Any = None) -> None:
         """Copy the training state into host memory and begin to write it. All ranks must call.
 
@@ -470,7 +468,7 @@ class TrainWorker:
         """Load what `copied_state` returned in this rank. All ranks must call."""
         self._global_steps = load_copied(copy.trained, self._trained)
         if self._versions is not None and copy.versions is not None:
-            self._versions.restore(copy.versions)
+            self._versions.kept = copy.versions
 
     def model_files(self) -> dict[str, bytes]:
         """Return config and tokenizer of the policy, and what its adapter is, by file name.
@@ -512,7 +510,7 @@ class TrainWorker:
         then their values are read. So no rank ever holds the whole model.
         """
         trainer, algorithm, lora = self._config.trainer, self._config.algorithm, self._config.model.lora
-        causal_lm, weights = self._open_model(model_path)
+        causal_lm, read_into = self._open_model(model_path)
         causal_lm = prepared(causal_lm, model_path, trainer)
         if trainable and lora.rank is not None:
             add_adapters(causal_lm, lora, self._compute_dtype)
@@ -522,7 +520,7 @@ class TrainWorker:
         policy = Policy(causal_lm, temperature, has_gradient, self._attention)
         shard(policy, mesh, self._compute_dtype, trainer.expert_parallel)
         allocate(policy, self._device)
-        sums = weights.read_into(causal_lm)
+        sums = read_into(causal_lm)
         if trainable and lora.rank is not None:
             draw_factors(policy, self._config.seed)
             base = combine_sums(over_ranks(sums, next(policy.parameters())))

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.worker.worker import MakeSender, StateCopy, TrainWorker
 
 T = TypeVar("T")
+M = TypeVar("M")
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -110,17 +111,22 @@ class DriversMachine:
     def call(self, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
 
-    @carries_errors
-    def read(self, path: Path, offset: int, size: int) -> bytes:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(size)
 
-    @carries_errors
-    def write(self, path: Path, offset: int, data: bytes) -> None:
-        with path.open("r+b") as file:  # an error where a save was given up and its folder removed
-            file.seek(offset)
-            file.write(data)
+# Functions for `DriversMachine.call`. They are here because its process does without torch.
+
+
+def read_part(path: Path, offset: int, size: int) -> bytes:
+    """Read at most `size` bytes; fewer at the end of the file."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def write_part(path: Path, offset: int, data: bytes) -> None:
+    """Write into a file that exists. OSError where a save was given up and its folder removed."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
 
 
 class TrainWorkerGroup:
@@ -202,10 +208,7 @@ class TrainWorkerGroup:
                 self._emit(place.started(f"trainer-{rank}"))
             master = f"{places[0].address}:{ports[0]}"
             parameters = await self._on_each(
-                [
-                    lambda worker, rank=rank: worker.setup(model_path, rank, world_size, master, ranks)
-                    for rank in range(world_size)
-                ]
+                lambda worker, rank: worker.setup(model_path, rank, world_size, master, ranks), range(world_size)
             )
             imports_s = min(imports_s, processes_s)  # those of a process that was ready cost nothing now
             model_s = time.perf_counter() - started - processes_s
@@ -272,11 +275,7 @@ class TrainWorkerGroup:
         """Load what `copy_state` returned into the ranks that `start_again` made."""
         started = time.perf_counter()
         async with within(self._trainer.start_timeout_s, "trainer.start_timeout_s", "loading the copies in memory"):
-            load = [
-                actor.call.remote(lambda worker, copy: worker.load_copy(copy), copy)
-                for actor, copy in zip(self.actors, copies, strict=True)
-            ]
-            await _all(load)
+            await self._on_each(lambda worker, copy: worker.load_copy(copy), copies)
         self.start_s["state"] = time.perf_counter() - started
 
     async def load_checkpoint(self, checkpoint: Path) -> None:
@@ -285,13 +284,13 @@ class TrainWorkerGroup:
             started = time.perf_counter()
             metadata = await asyncio.to_thread((checkpoint / METADATA).read_bytes)
             disks = await self._disks(checkpoint, metadata)
-            await self._on_each([lambda worker, disk=disk: worker.load_checkpoint(checkpoint, disk) for disk in disks])
+            await self._on_each(lambda worker, disk: worker.load_checkpoint(checkpoint, disk), disks)
             self.start_s["state"] = time.perf_counter() - started
 
     async def _disks(self, folder: Path, metadata: bytes | None = None) -> list[Any]:
         """Return by rank what it reaches the folder through: None where its machine has it, else the driver's machine.
-        `metadata` as in `sees`."""
-        seen = await self._on_all(lambda worker: worker.sees(folder, metadata))
+        `metadata` as in `_sees`."""
+        seen = await self._on_all(lambda worker: _sees(folder, metadata))
         if not all(seen) and self._drivers_machine is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             machine: Any = ray.remote(num_cpus=0)(DriversMachine)
@@ -312,7 +311,7 @@ class TrainWorkerGroup:
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "staging the checkpoint"):
             try:
                 disks = await self._disks(folder)
-                await self._on_each([lambda worker, disk=disk: worker.stage_checkpoint(folder, disk) for disk in disks])
+                await self._on_each(lambda worker, disk: worker.stage_checkpoint(folder, disk), disks)
             except RuntimeError as error:
                 raise CheckpointError(f"the train workers cannot stage: {_reason(error)}") from error
 
@@ -333,28 +332,28 @@ class TrainWorkerGroup:
     async def score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """Return `TrainWorker.score` by name, [T] over the step's loss tokens."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
-            calls = [lambda worker, mine=mine: worker.score(mine) for mine in self._of_ranks(batch.micro_batches)]
-            scores = await self._on_data_parallel(calls)
+            scores = await self._on_data_parallel(lambda worker, mine: worker.score(mine), batch.micro_batches)
         return {name: batch.gather([rank_scores[name] for rank_scores in scores]) for name in scores[0]}
 
     async def old_logprobs(self, batch: MixedBatch) -> OldLogprobs:
         """Return log pi_old of the step's stale tokens."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "scoring the batch"):
-            calls = [lambda worker, mine=mine: worker.old_logprobs(mine, batch.versions) for mine in batch.rows]
-            return batch.gather(await self._on_data_parallel(calls))
+            versions = batch.versions
+            rows = await self._on_each(lambda worker, mine: worker.old_logprobs(mine, versions), batch.rows)
+            return batch.gather(rows)
 
     async def logprobs(self, batch: StepBatch) -> FloatArray:
         """Return log pi, [T] over the step's loss tokens."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
-            calls = [lambda worker, mine=mine: worker.logprobs(mine) for mine in self._of_ranks(batch.micro_batches)]
-            return batch.gather(await self._on_data_parallel(calls))
+            logprobs = await self._on_data_parallel(lambda worker, mine: worker.logprobs(mine), batch.micro_batches)
+            return batch.gather(logprobs)
 
     async def next_token_logprobs(self, batch: StepBatch) -> FloatArray:
         """Return log pi of every token in the places of the step's loss tokens: [T, V]."""
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", "computing logprobs"):
             per_rank = self._of_ranks(batch.micro_batches)
-            calls = [lambda worker, mine=mine: worker.next_token_logprobs(mine) for mine in per_rank]
-            answers = await self._on_each(calls)  # of all: those that share rows have computed a part each
+            # Of all: those that share rows have computed a part each.
+            answers = await self._on_each(lambda worker, mine: worker.next_token_logprobs(mine), per_rank)
         parts = [part for answer in answers for part in answer if len(part[0])]
         places, rows = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
         logprobs = np.empty((batch.num_tokens, rows.shape[1]), np.float32)
@@ -363,11 +362,12 @@ class TrainWorkerGroup:
 
     async def train_step(self, batch: StepBatch | None, global_steps: int) -> StepResult:
         """Train on the batch on all ranks. Without a batch, only count the step. Return the combined result."""
-        per_rank = [None] * len(self.actors) if batch is None else self._of_ranks(batch.micro_batches)
+        micro_batches = [None] * self._trainer.data_parallel if batch is None else batch.micro_batches
         plan = None if batch is None else batch.optimizer_steps
         async with within(self._trainer.step_timeout_s, "trainer.step_timeout_s", f"training step {global_steps}"):
-            calls = [lambda worker, mine=mine: worker.train_step(mine, global_steps, plan) for mine in per_rank]
-            results = await self._on_data_parallel(calls)
+            results = await self._on_data_parallel(
+                lambda worker, mine: worker.train_step(mine, global_steps, plan), micro_batches
+            )
         tokens = [result.tokens for result in results if result.tokens is not None]
         return StepResult(
             merge_metrics([result.metrics for result in results]),
@@ -403,20 +403,21 @@ class TrainWorkerGroup:
                 actor.call_beside.remote(lambda worker: worker.stop_sending(manifest))
             raise
 
-    def _of_ranks(self, micro_batches: Sequence[T]) -> list[T]:
+    def _of_ranks(self, micro_batches: Sequence[M]) -> list[M]:
         """Give the ranks that share rows (trainer.sequence_parallel), which are neighbours, the same micro-batches."""
         return [mine for mine in micro_batches for _ in range(self._trainer.sequence_parallel)]
 
-    async def _on_data_parallel(self, functions: "Sequence[Callable[[TrainWorker], T]]") -> list[T]:
-        """Call one function per rank. Of ranks that share rows, all answer the same: return the first one's."""
-        return (await self._on_each(functions))[:: self._trainer.sequence_parallel]
+    async def _on_data_parallel(self, function: "Callable[[TrainWorker, M], T]", micro_batches: Sequence[M]) -> list[T]:
+        """Call the function with the micro-batches of each rank. Of ranks that share rows, all answer the same: return
+        the first one's."""
+        return (await self._on_each(function, self._of_ranks(micro_batches)))[:: self._trainer.sequence_parallel]
 
     async def _on_all(self, function: "Callable[[TrainWorker], T]") -> list[T]:
-        return await self._on_each([function] * len(self.actors))
+        return await _all([actor.call.remote(function) for actor in self.actors])
 
-    async def _on_each(self, functions: "Sequence[Callable[[TrainWorker], T]]") -> list[T]:
-        """Call one function per rank, in the worker's process."""
-        return await _all([a.call.remote(function) for a, function in zip(self.actors, functions, strict=True)])
+    async def _on_each(self, function: "Callable[[TrainWorker, M], T]", per_rank: Sequence[M]) -> list[T]:
+        """Call the function in each worker's process, with what is its own."""
+        return await _all([a.call.remote(function, mine) for a, mine in zip(self.actors, per_rank, strict=True)])
 
     def kill(self) -> None:
         for actor in [*self.actors, *self.spares]:
@@ -435,6 +436,16 @@ async def _answer(call: Any, worker: str) -> Any:
         return await as_raised(call, worker)
     except ActorUnavailableError as error:
         raise TrainWorkerUnreachableError(f"{worker} was out of reach during a call") from error
+
+
+def _sees(folder: Path, metadata: bytes | None) -> bool:
+    """Return whether a folder of the driver's machine is on this one too.
+
+    Args:
+        metadata: what its METADATA holds. None: it is still empty, and has a name that no other folder has.
+    """
+    file = folder / METADATA
+    return folder.parent.is_dir() if metadata is None else file.is_file() and file.read_bytes() == metadata
 
 
 def _next_elsewhere(nodes: Sequence[str], rank: int) -> int | None:

@@ -79,17 +79,15 @@ class Rehearsal:
     """The time of the rehearsal itself."""
 
 
-class NoValues:
-    """The values of a model that is not read."""
-
-    def read_into(self, causal_lm: nn.Module) -> dict[str, int]:
-        return {name: 0 for name, parameter in causal_lm.named_parameters() if not parameter.is_meta}
+def read_nothing(causal_lm: nn.Module) -> dict[str, int]:
+    """Return the sums of a model whose files are not read."""
+    return {name: 0 for name, parameter in causal_lm.named_parameters() if not parameter.is_meta}
 
 
 def open_without_values(path: str) -> Opened:
     """Build the model by its config.json alone. Raises ConfigError where there is none."""
     try:
-        return build_causal_lm(path), NoValues()
+        return build_causal_lm(path), read_nothing
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"model.path={path}: must be a folder with a config.json, or a hub name: {reason}") from error

@@ -21,11 +21,11 @@ from rollout.types import (
     VersionSpan,
 )
 from tests.support import routes as routing
-from tests.support.batches import learning
+from tests.support.batches import pack
 from tests.support.kept import kept_of, rows_of
 from tests.support.reference import make_group, make_trajectory
 from tests.support.sequences import only
-from trainer.batch import MicroBatch, StepBatch, assemble
+from trainer.batch import MicroBatch, StepBatch
 from trainer.tokens import TrainedTokens
 
 LAYOUTS = list(Layout)
@@ -43,14 +43,7 @@ class Step:
         budget: int = 1000,
         keep_idle: bool = False,
     ) -> StepBatch:
-        return assemble(
-            self.groups,
-            learning(self.groups, self.advantages),
-            layout=layout,
-            num_ranks=num_ranks,
-            tokens_per_micro_batch=budget,
-            keep_idle=keep_idle,
-        )
+        return pack(self.groups, layout, num_ranks, budget, keep_idle=keep_idle, advantages=self.advantages)
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ def test_every_learning_token_is_there_once_with_its_context(
         for micro_batch in micro_batches:
             check_shapes(micro_batch)
             check_sequences(micro_batch, layout)
-            assert micro_batch.input_ids.size <= budget or micro_batch.num_sequences == 1
+            assert micro_batch.input_ids.size <= budget or micro_batch.tokens.num_sequences == 1
 
 
 def expert(ids: list[int], version: int) -> int:
@@ -229,18 +222,18 @@ def check_shapes(batch: MicroBatch) -> None:
 def check_sequences(batch: MicroBatch, layout: Layout) -> None:
     """Numbered 0 .. K - 1, and each is all the tokens of one response and prompt."""
     numbers = batch.tokens.sequences
-    assert np.array_equal(np.unique(numbers), np.arange(batch.num_sequences))
-    for number in range(batch.num_sequences):
+    assert np.array_equal(np.unique(numbers), np.arange(batch.tokens.num_sequences))
+    for number in range(batch.tokens.num_sequences):
         mine = np.flatnonzero(numbers == number)
         assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
         assert len(set(batch.rows[mine])) == 1
         assert np.array_equal(batch.index[mine], np.arange(batch.index[mine[0]], batch.index[mine[-1]] + 1))
     if layout is Layout.rows:
         assert batch.last is None
-        assert len(set(batch.rows)) == batch.num_sequences
+        assert len(set(batch.rows)) == batch.tokens.num_sequences
     elif layout is Layout.packed:
-        assert (batch.last is None) == (batch.num_sequences <= 1)
-        assert batch.num_sequences == max(1, (batch.position_ids == 0).sum()) or not len(batch.index)
+        assert (batch.last is None) == (batch.tokens.num_sequences <= 1)
+        assert batch.tokens.num_sequences == max(1, (batch.position_ids == 0).sum()) or not len(batch.index)
 
 
 def check_gather(batch: StepBatch) -> None:

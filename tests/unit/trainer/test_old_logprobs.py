@@ -29,8 +29,10 @@ CONFIG = Config(
 )
 
 
-def laid_out(groups: Sequence[TrajectoryGroup], config: Config = CONFIG, share: int = 10**9) -> MixedBatch | None:
-    return mixed_batch(groups, signals(groups), config, NOW, share)
+def laid_out(groups: Sequence[TrajectoryGroup], config: Config = CONFIG, share: int = 10**9) -> MixedBatch:
+    mixed = mixed_batch(groups, signals(groups), config, NOW, share)
+    assert mixed is not None
+    return mixed
 
 
 def signals(groups: Sequence[TrajectoryGroup]) -> TokenSignals:
@@ -61,7 +63,6 @@ def paths(row: MixedRow) -> dict[int, list[tuple[int, int]]]:
 
 def test_a_place_belongs_to_the_version_that_sampled_the_token_after_it() -> None:
     mixed = laid_out([sampled((0, 2, 6), (2, 3, 8), (3, 5, NOW))])
-    assert mixed is not None
     [[row]] = mixed.rows
     assert row.batch.input_ids.tolist() == [[1, 2, 10, 11, 12, 13]]
     assert row.owners.tolist() == [6, 6, 6, 8, NOW, NOW]
@@ -72,7 +73,6 @@ def test_a_place_belongs_to_the_version_that_sampled_the_token_after_it() -> Non
 def test_a_new_turn_is_a_new_request() -> None:
     """Its prompt, the turn before included, is computed by the version that samples its first token."""
     mixed = laid_out([sampled((0, 2, 6), (3, 5, 8))])
-    assert mixed is not None
     whole = {index: path for row in mixed.rows[0] for index, path in paths(row).items()}
     assert whole[1] == [(1, 6), (2, 6), (10, 6)]
     assert whole[3] == [(1, 8), (2, 8), (10, 8), (11, 8), (12, 8), (13, 8)]
@@ -80,7 +80,6 @@ def test_a_new_turn_is_a_new_request() -> None:
 
 def test_turns_of_one_version_are_one_row() -> None:
     mixed = laid_out([sampled((0, 2, 6), (3, 5, 6))])
-    assert mixed is not None
     [[row]] = mixed.rows
     assert row.batch.input_ids.tolist() == [[1, 2, 10, 11, 12, 13]] and row.batch.index.tolist() == [0, 1, 2, 3]
 
@@ -90,22 +89,20 @@ def test_turns_of_one_version_are_one_row() -> None:
 )
 def test_an_update_begins_a_request_anew_where_no_keys_and_values_are_kept(sync: WeightSyncConfig) -> None:
     mixed = laid_out([sampled((0, 2, 6), (2, 3, 8))], replace(CONFIG, weight_sync=sync))
-    assert mixed is not None
     whole = {index: path for row in mixed.rows[0] for index, path in paths(row).items()}
     assert whole[2] == [(1, 8), (2, 8), (10, 8), (11, 8)]
 
 
 def test_a_replica_with_older_weights_that_goes_on_begins_anew() -> None:
     mixed = laid_out([sampled((0, 2, 8), (2, 3, 6))])
-    assert mixed is not None
     whole = {index: path for row in mixed.rows[0] for index, path in paths(row).items()}
     assert {owner for _, owner in whole[2]} == {6}
 
 
 def test_what_the_trainer_computes_now_is_left_out() -> None:
-    assert laid_out([sampled((0, 4, NOW))]) is None
+    groups = [sampled((0, 4, NOW))]
+    assert mixed_batch(groups, signals(groups), CONFIG, NOW) is None
     mixed = laid_out([sampled((0, 2, 6), (3, 5, NOW)), sampled((0, 4, NOW))])
-    assert mixed is not None
     assert [row.batch.index.tolist() for row in mixed.rows[0]] == [[0, 1]]
     old = mixed.gather([[np.array([-1, -2], np.float32)]])
     assert np.isnan(old.behaviour).tolist() == [False, False, *[True] * 6] and not old.is_unknown.any()
@@ -127,7 +124,6 @@ def test_a_tree_shares_what_the_same_version_computed() -> None:
         sampled(*some, prompt=prompt, first=10 * place).trajectories[0] for place, some in enumerate(spans, 1)
     ]
     mixed = laid_out([make_group(0, trajectories)], config)
-    assert mixed is not None
     [[row]] = mixed.rows
     assert row.batch.input_ids.size == (4 + 2 + 2) + (4 + 2), "the prompt once by version 6, and once by version 7"
 
@@ -135,7 +131,6 @@ def test_a_tree_shares_what_the_same_version_computed() -> None:
 def test_every_eighth_spanning_request_is_measured() -> None:
     groups = [sampled((0, 2, 6), (2, 4, 7)) for _ in range(4)]
     mixed = laid_out(groups, share=2)
-    assert mixed is not None
     outputs = [[np.full(len(row.batch.index), -float(place)) for place, row in enumerate(rows)] for rows in mixed.rows]
     old = mixed.gather(outputs)
     measured = ~np.isnan(old.own)
@@ -162,7 +157,6 @@ def test_tokens_of_weights_that_are_gone_are_unknown_and_have_mu() -> None:
 def test_an_idle_rank_computes_nothing_of_any_version() -> None:
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, num_ranks=2))
     mixed = laid_out([sampled((0, 2, 6))], config)
-    assert mixed is not None
     [[row], [idle]] = mixed.rows
     assert mixed.versions == ((6,),) and idle.versions == frozenset()
     segment = idle.segment(6)
@@ -190,7 +184,7 @@ def test_segments_compute_every_place_once_on_top_of_those_that_it_needs(data: s
             first = data.draw(st.integers(3, 4))
             trajectories.append(sampled(*spans, prompt=(1, 1, 2), first=first).trajectories[0])
         groups.append(make_group(len(groups), trajectories))
-    mixed = laid_out(groups, config, share=2)
+    mixed = mixed_batch(groups, signals(groups), config, NOW, 2)
     if mixed is None:
         return
     for row, versions in zip(mixed.rows[0], mixed.versions, strict=True):

@@ -61,9 +61,9 @@ def test_files_of_every_kind(given: dict[str, Any], tmp_path: Path) -> None:
     saved(tmp_path, **given)
     assert (tmp_path / "model.safetensors.index.json").exists() == ("parts" in given)
     expected = dict(by_transformers(tmp_path).named_parameters())
-    causal_lm, weights = open_causal_lm(str(tmp_path))
+    causal_lm, read_into = open_causal_lm(str(tmp_path))
     allocate(causal_lm, torch.device("cpu"))
-    sums = weights.read_into(causal_lm)
+    sums = read_into(causal_lm)
     for name, parameter in causal_lm.named_parameters():
         assert torch.equal(parameter, expected[name]) and parameter.dtype == torch.float32, name
     assert causal_lm.lm_head.weight is causal_lm.model.embed_tokens.weight

@@ -22,7 +22,7 @@ from tests.support import batches, worker_runs
 from tests.support.fakes import make_order
 from tests.support.families import loaded, random_model
 from tests.support.reference import VOCAB_SIZE, double, grpo_loss, random_groups, sampled_logprobs
-from tests.support.worker_runs import SAVED_AT, Inbox, Job, Outcome, one_rank, pack, run_worker
+from tests.support.worker_runs import SAVED_AT, Job, Outcome, one_rank, pack, running_worker
 from trainer.checkpoint.store import Checkpoint, CheckpointError, CheckpointStore
 from trainer.learning_rate import num_warmup_steps
 from trainer.tiny.model import build_model, build_tokenizer
@@ -30,7 +30,6 @@ from trainer.worker.export import export_adapter, export_hf
 from trainer.worker.loading import local
 from trainer.worker.lora import add_adapters, draw_factors
 from trainer.worker.state import policy_weights
-from trainer.worker.worker import TrainWorker
 from weight_sync.adapter import PREFIX, factor_names, merged, published_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
@@ -139,11 +138,8 @@ def test_the_reference_is_the_model_with_its_adapters_off(
     for name in ("one", "two"):
         assert runs[name].scores.keys() == {"reference_logprobs", "kl"}
         assert runs[name].scores["reference_logprobs"] == pytest.approx(expected, abs=1e-5)
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, str(folder / "model")) as (worker, inbox):
         assert worker._reference is worker._policy
-
-    run_worker(CONFIG, str(folder / "model"), use)
 
 
 @pytest.mark.parametrize(("whole", "resumed"), [("two", "2 -> 1"), ("one", "1 -> 2")])
@@ -174,12 +170,9 @@ def is_matrix(entry: Any) -> bool:
 
 def test_another_base_is_refused(folder: Path, runs: dict[str, Outcome]) -> None:
     build_model(VOCAB_SIZE, seed=1).save_pretrained(folder / "other")
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
-        with pytest.raises(RuntimeError, match="the checkpoint's adapter is for weights with the checksum"):
-            worker.load_checkpoint(folder / "by_one")
-
-    run_worker(CONFIG, str(folder / "other"), use)
+    refusal = pytest.raises(RuntimeError, match="the checkpoint's adapter is for weights with the checksum")
+    with running_worker(CONFIG, str(folder / "other")) as (worker, _), refusal:
+        worker.load_checkpoint(folder / "by_one")
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -188,18 +181,15 @@ def test_in_bfloat16_a_base_of_bfloat16_has_float32_masters_beside_it(
 ) -> None:
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, dtype=DType.bfloat16, gradient_checkpointing=FULL))
     config = replace(config, algorithm=AlgorithmConfig(group_size=4))
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, str(folder / "model")) as (worker, inbox):
         metrics = worker.train_step(pack(steps[:1], layout, 1)[0].micro_batches[0], 0).metrics
         assert metrics["actor/grad_norm"].value == pytest.approx(runs["one"].metrics[0]["actor/grad_norm"], rel=0.1)
         dtypes = {parameter.requires_grad: parameter.dtype for parameter in worker._policy.parameters()}
         assert dtypes == {True: torch.float32, False: torch.bfloat16}
 
-    run_worker(config, str(folder / "model"), use)
-
 
 def test_the_base_travels_to_new_replicas_only(folder: Path, runs: dict[str, Outcome]) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, str(folder / "model")) as (worker, inbox):
         first = worker.publish(make_order(0))
         names = set(inbox.weights)
         assert {name for name in names if not name.startswith(PREFIX)} == {
@@ -209,16 +199,12 @@ def test_the_base_travels_to_new_replicas_only(folder: Path, runs: dict[str, Out
         assert set(inbox.weights) == {name for name in names if name.startswith(PREFIX)} != set()
         assert first.adapter == second.adapter and first.adapter is not None and first.adapter.scale == 2.0
 
-    run_worker(CONFIG, str(folder / "model"), use)
-
 
 def test_the_base_travels_to_nobody_who_has_weights_of_its_own(folder: Path, runs: dict[str, Outcome]) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    beside = replace(CONFIG, model=ModelConfig(lora=replace(LORA, serve=LoraServing.adapter)))
+    with running_worker(beside, str(folder / "model")) as (worker, inbox):
         worker.publish(make_order(0))
         assert inbox.weights and all(name.startswith(PREFIX) for name in inbox.weights)
-
-    beside = replace(CONFIG, model=ModelConfig(lora=replace(LORA, serve=LoraServing.adapter)))
-    run_worker(beside, str(folder / "model"), use)
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +217,9 @@ def sealed(config: Config, folder: Path) -> Checkpoint:
     store = CheckpointStore(folder / "checkpoints")
     aside = store.begin(SAVED_AT)
     shutil.copytree(folder / "by_two", aside / "train")
-    files: dict[str, bytes] = {}
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
-        files.update(worker.model_files())
-
     build_tokenizer(["0123456789"]).save_pretrained(folder / "model")
-    run_worker(config, str(folder / "model"), use)
+    with running_worker(config, str(folder / "model")) as (worker, inbox):
+        files = worker.model_files()
     marker = store.seal(aside, SAVED_AT, {f"model/{name}": data for name, data in files.items()})
     return store.publish(aside, SAVED_AT, marker)
 
@@ -279,8 +261,8 @@ def test_adapters_of_experts_are_the_same_on_two_ranks_and_their_export_is_merge
     two = worker_runs.two_ranks(jobs, tmp_path / "answer.pickle", TIMEOUT_S)["two"]
     resumed = one_rank(replace(alone, load=str(tmp_path / "by_two")))
     expected = one_rank(alone)
-    untrained: dict[str, Tensor] = {}
-    run_worker(EXPERTS, str(tmp_path / "model"), lambda worker, _: untrained.update(copied(worker._policy.causal_lm)))
+    with running_worker(EXPERTS, str(tmp_path / "model")) as (worker, _):
+        untrained = copied(worker._policy.causal_lm)
     assert len([name for name in untrained if ".adapters." in name]) == 2 * 2 * 4, "of four layers"
     for found, norms in ((two, expected.metrics), (resumed, expected.metrics[SAVED_AT:])):
         ours, theirs = ([metrics["actor/grad_norm"] for metrics in each] for each in (found.metrics, norms))

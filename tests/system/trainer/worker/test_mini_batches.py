@@ -27,14 +27,13 @@ from tests.support.reference import (
     sampled_logprobs,
 )
 from tests.support.worker_runs import (
-    Inbox,
     Job,
     Outcome,
     Weights,
     assert_same_metrics,
     assert_same_weights,
     one_rank,
-    run_worker,
+    running_worker,
 )
 from trainer.advantages.credit import keeps_idle
 from trainer.batch import StepBatch
@@ -42,7 +41,6 @@ from trainer.metrics import to_floats
 from trainer.mini_batches import mini_batched, owning_groups, split
 from trainer.tiny.model import build_model
 from trainer.tokens import TokenSignals
-from trainer.worker.worker import TrainWorker
 
 pytestmark = pytest.mark.usefixtures("process_as_it_was")
 TIMEOUT_S = 60.0
@@ -187,8 +185,7 @@ def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
     broken = mine[first[0]].tokens
     nan = (broken.advantages * math.nan).astype(np.float32)
     mine[first[0]] = replace(mine[first[0]], tokens=replace(broken, advantages=nan))
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         metrics = to_floats(worker.train_step(tuple(mine), 0, batch.optimizer_steps).metrics)
         assert metrics["actor/skipped_steps"] == 1 and metrics["trainer/optimizer_steps"] == 1
         assert math.isnan(metrics["actor/grad_norm"]) and worker._global_steps == 1
@@ -196,8 +193,6 @@ def test_a_mini_batch_that_breaks_leaves_the_others_of_its_batch(
         worker.publish(make_order(1))
         after = inbox.weights
         assert any(not torch.equal(after[name], weight) for name, weight in untrained().items())
-
-    run_worker(CONFIG, model_path, use)
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 
 from configs.schema import AlgorithmConfig, Config, Layout, RolloutConfig
 from rollout.types import TrajectoryGroup
-from tests.support.batches import learning, pack
+from tests.support.batches import ones, pack
 from tests.support.reference import (
     VOCAB_SIZE,
     advantages_of,
@@ -21,7 +21,7 @@ from tests.support.reference import (
     random_groups,
 )
 from tests.support.reference import sequence_logprobs as plain_logprobs
-from trainer.batch import StepBatch, assemble
+from trainer.batch import StepBatch
 from trainer.losses.objective import Objective
 from trainer.tiny.model import build_model
 from trainer.worker.model import Policy
@@ -116,15 +116,7 @@ def test_one_response_never_sees_another(causal_lm: Qwen3ForCausalLM) -> None:
         responses = [[10, 11, 12, 13], second, [30, 31, 32], [40]]
         group = make_group(0, [make_trajectory([5, 6, 7], response) for response in responses])
         other = make_group(1, [make_trajectory([8], [50])])  # another tree, after it
-        advantages = [np.ones(4, np.float32), np.ones(1, np.float32)]
-        batch = assemble(
-            [group, other],
-            learning([group, other], advantages),
-            layout=Layout.tree,
-            num_ranks=1,
-            tokens_per_micro_batch=1000,
-            keep_idle=False,
-        )
+        batch = pack([group, other], Layout.tree, advantages=ones([group, other]))
         assert len(batch.micro_batches[0]) == 1
         return in_order(batch, [Policy(causal_lm, 1.0)(batch.micro_batches[0][0], CPU)[0].detach()])
 

@@ -1,10 +1,8 @@
 """algorithm.proximal=exact: stale tokens scored by the weights that sampled them, against one sequence at a time."""
 
-import multiprocessing
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from rollout.types import FloatArray, Trajectory, TrajectoryGroup, VersionSpan
 from tests.support.aged import aged, behaviour_logprobs, own_logprobs
 from tests.support.fakes import make_order
 from tests.support.reference import VOCAB_SIZE, branched_groups, double, random_groups
-from tests.support.worker_runs import Inbox, Weights, free_master, pack, run_worker
+from tests.support.worker_runs import Inbox, Weights, free_master, on_ranks, pack, running_worker
 from trainer.old_logprobs import MixedBatch, OldLogprobs, mixed_batch
 from trainer.tiny.model import build_model
 from trainer.tokens import TokenSignals, sampled_tokens
@@ -96,8 +94,7 @@ def test_stale_tokens_are_scored_as_they_were_sampled(
     trainer = replace(CONFIG.trainer, layout=layout, tokens_per_micro_batch=64)
     config = replace(CONFIG, trainer=trainer, weight_sync=WeightSyncConfig(in_flight_kv=in_flight_kv))
     keeps_kv = in_flight_kv is InFlightKv.keep
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         models = models_of(train(worker, inbox))
         tokens = learning(groups)
         mixed = laid_out(groups, config)
@@ -116,23 +113,18 @@ def test_stale_tokens_are_scored_as_they_were_sampled(
         else:
             assert not measured.any()
 
-    run_worker(config, model_path, use)
-
 
 def test_the_weights_come_back_as_they_were(model_path: str, groups: list[TrajectoryGroup]) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         before = train(worker, inbox)[NOW]
         scored(worker, laid_out(groups))
         worker.publish(make_order(NOW))
         assert all(torch.equal(inbox.weights[name], values) for name, values in before.items())
 
-    run_worker(CONFIG, model_path, use)
-
 
 def test_the_three_parts_add_up(model_path: str, groups: list[TrajectoryGroup]) -> None:
     """Staleness, kept keys and values, and mismatch are what is between pi and mu, each computed by itself."""
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         models = models_of(train(worker, inbox))
         tokens = learning(groups)
         old = scored(worker, laid_out(groups))
@@ -156,8 +148,6 @@ def test_the_three_parts_add_up(model_path: str, groups: list[TrajectoryGroup]) 
         total = sum(part for part, _ in parts.values())
         assert total == pytest.approx(now[measured] - tokens.rollout_logprobs[measured], abs=1e-6)
 
-    run_worker(CONFIG, model_path, use)
-
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_a_version_is_the_policy_that_the_trainer_had(
@@ -168,8 +158,7 @@ def test_a_version_is_the_policy_that_the_trainer_had(
     # None of these begins as another does, so each is a row by itself.
     first = [replace(group, trajectories=tuple(map(of_version_1, group.trajectories[1:]))) for group in groups[:4]]
     batch = pack([first], Layout.packed, 1, budget=1)[0]
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         train(worker, inbox, until=1)
         then = batch.gather([worker.logprobs(batch.micro_batches[0])])
         worker.train_step(batch.micro_batches[0], 1)
@@ -177,8 +166,6 @@ def test_a_version_is_the_policy_that_the_trainer_had(
         old = scored(worker, laid_out(first, lone))
         computed = then != 0
         assert (old.behaviour[computed] == then[computed]).all(), "bit for bit, a sequence in a row by itself"
-
-    run_worker(config, model_path, use)
 
 
 def of_version_1(trajectory: Trajectory) -> Trajectory:
@@ -192,8 +179,7 @@ def of_version_1(trajectory: Trajectory) -> Trajectory:
 
 def test_a_worker_that_lost_its_versions_says_so(model_path: str, groups: list[TrajectoryGroup]) -> None:
     """As after a resume: it has the weights, and none of before."""
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         worker._global_steps = NOW
         old = scored(worker, laid_out(groups))
         tokens = learning(groups)
@@ -201,8 +187,6 @@ def test_a_worker_that_lost_its_versions_says_so(model_path: str, groups: list[T
         assert np.isnan(old.behaviour[old.is_unknown]).all() and np.isfinite(old.own[~np.isnan(old.own)]).all()
         filled = old.signals(tokens).old_logprobs
         assert filled is not None and (filled == tokens.rollout_logprobs)[old.is_unknown].all()
-
-    run_worker(CONFIG, model_path, use)
 
 
 LORA = replace(CONFIG, model=ModelConfig(lora=LoraConfig(rank=4, alpha=8.0)))
@@ -228,10 +212,8 @@ def train_and_score(config: Config, model_path: str, groups: list[TrajectoryGrou
         dist.destroy_process_group()
 
 
-def other_rank(jobs: list[tuple[Config, str, list[TrajectoryGroup], str]], answer: Path) -> None:
-    """Entry point of another process."""
-    outputs = [train_and_score(config, path, groups, 1, master) for config, path, groups, master in jobs]
-    answer.write_bytes(pickle.dumps(outputs))
+def train_and_score_all(jobs: list[tuple[Config, str, list[TrajectoryGroup], str]], rank: int) -> list[Any]:
+    return [train_and_score(config, path, groups, rank, master) for config, path, groups, master in jobs]
 
 
 @pytest.fixture(scope="module")
@@ -239,19 +221,10 @@ def two_ranks(model_path: str, groups: list[TrajectoryGroup], tmp_path_factory: 
     """What both ranks say of each job of OTHERS."""
     jobs = [(config, model_path, groups, free_master()) for config in OTHERS.values()]
     answer = tmp_path_factory.mktemp("rank") / "answer.pickle"
-    other = multiprocessing.get_context("spawn").Process(target=other_rank, args=(jobs, answer), daemon=True)
-    other.start()
-    try:
-        mine = [train_and_score(config, path, groups, 0, master) for config, path, groups, master in jobs]
-        other.join(60)
-        assert other.exitcode == 0
-    finally:
-        other.kill()
-        other.join(60)
-    both = zip(mine, pickle.loads(answer.read_bytes()), strict=True)
+    both = on_ranks(partial(train_and_score_all, jobs), 2, answer, 60)
     return {
         name: laid_out(groups, config).gather(outputs)
-        for (name, config), outputs in zip(OTHERS.items(), both, strict=True)
+        for (name, config), *outputs in zip(OTHERS.items(), *both, strict=True)
     }
 
 
@@ -268,7 +241,7 @@ def test_two_ranks_say_what_a_single_one_says(
 
 
 def test_adapters_are_what_changes_between_versions(model_path: str, groups: list[TrajectoryGroup]) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(LORA, model_path) as (worker, inbox):
         train(worker, inbox)
         assert worker._versions is not None
         assert worker._versions.nbytes < 3 * 4 * sum(p.numel() for p in worker._policy.parameters() if p.requires_grad)
@@ -277,8 +250,6 @@ def test_adapters_are_what_changes_between_versions(model_path: str, groups: lis
         stale = (learning(groups).staleness > 0) & (current != 0)
         assert np.abs(old.behaviour - current)[stale].max() > 1e-3
         assert np.abs(old.behaviour - current)[stale].mean() < 1
-
-    run_worker(LORA, model_path, use)
 
 
 def test_a_model_whose_state_is_more_than_keys_and_values_is_refused(
@@ -298,5 +269,6 @@ def test_a_model_whose_state_is_more_than_keys_and_values_is_refused(
         return causal_lm
 
     monkeypatch.setattr(worker_module, "prepared", recurrent)
-    with pytest.raises(ConfigError, match=r"algorithm.proximal=exact: a row is computed in segments .* of Qwen"):
-        run_worker(CONFIG, model_path, lambda worker, inbox: None)
+    message = r"algorithm.proximal=exact: a row is computed in segments .* of Qwen"
+    with pytest.raises(ConfigError, match=message), running_worker(CONFIG, model_path):
+        pass

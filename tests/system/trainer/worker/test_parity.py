@@ -24,7 +24,7 @@ from tests.support.families import (
     random_model,
 )
 from tests.support.reference import make_group, make_trajectory, sequence_logprobs
-from tests.support.worker_runs import Inbox, run_worker
+from tests.support.worker_runs import running_worker
 from trainer.batch import MicroBatch
 from trainer.metrics import to_floats
 from trainer.worker import head
@@ -33,7 +33,6 @@ from trainer.worker.head import LogprobHead
 from trainer.worker.loading import open_causal_lm
 from trainer.worker.model import Policy, decoder_layers, prepared
 from trainer.worker.parity import refuse_other_logprobs
-from trainer.worker.worker import TrainWorker
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.8
@@ -200,8 +199,9 @@ def test_rows_too_long_for_a_mask_of_all_pairs_are_refused_where_a_model_needs_o
 @pytest.mark.usefixtures("process_as_it_was")
 def test_a_worker_refuses_a_model_before_the_run(tmp_path: Path) -> None:
     random_model("qwen3_next").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Qwen3NextForCausalLM"):
-        run_worker(with_layout(Layout.tree), str(tmp_path), lambda worker, inbox: None)
+    refusal = pytest.raises(ConfigError, match="Qwen3NextForCausalLM")
+    with refusal, running_worker(with_layout(Layout.tree), str(tmp_path)):
+        pass
 
 
 @pytest.mark.usefixtures("process_as_it_was")
@@ -217,8 +217,8 @@ def test_policy_reference_and_critic_of_another_family_train(
     size = sum(group.num_tokens for group in groups)
     known = {"values": np.zeros(size, np.float32), "returns": np.ones(size, np.float32)}
     batch = micro_batch(groups, Layout.tree)
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    step = pack(groups, Layout.tree, keep_idle=True)
+    with running_worker(config, str(tmp_path)) as (worker, inbox):
         scores = worker.score((batch,))
         expected = plain(causal_lm, groups, batch).detach().numpy()
         assert scores["reference_logprobs"][0] == pytest.approx(expected, abs=1e-5)
@@ -227,6 +227,3 @@ def test_policy_reference_and_critic_of_another_family_train(
         metrics = to_floats(worker.train_step((ready,), 0).metrics)
         assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
-
-    step = pack(groups, Layout.tree, keep_idle=True)
-    run_worker(config, str(tmp_path), use)

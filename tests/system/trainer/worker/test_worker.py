@@ -32,7 +32,7 @@ from tests.support.worker_runs import (
     free_master,
     one_rank,
     pack,
-    run_worker,
+    running_worker,
 )
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import Metric, merge_metrics, to_floats
@@ -148,8 +148,7 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
     first, *rest = pack(steps, Layout.packed, 1)[0].micro_batches[0]
     assert rest
     seen: list[bool] = []
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         whole = worker.forward_backward
 
         def watched(batch: MicroBatch, before: torch.Tensor | None = None) -> tuple[dict[str, Metric], torch.Tensor]:
@@ -159,8 +158,6 @@ def test_small_gradients_are_kept_whole_until_the_last_micro_batch(
 
         worker.forward_backward = watched
         worker.train_step((first, *rest), 0)
-
-    run_worker(config, model_path, use)
     assert seen == [not is_kept] * len(rest) + [True]
 
 
@@ -214,8 +211,7 @@ def test_a_step_gives_back_what_it_made_of_every_token(
     batch = pack([steps[0]], layout, 1)[0]
     log_ratios, _, _ = learning_tokens(build_model(VOCAB_SIZE, seed=0), steps[0], CONFIG.rollout.temperature)
     rollout_logprobs = sampled_tokens(steps[0], 0).rollout_logprobs
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         result = worker.train_step(batch.micro_batches[0], 0)
         tokens = result.tokens
         assert tokens is not None
@@ -227,8 +223,6 @@ def test_a_step_gives_back_what_it_made_of_every_token(
         assert (whole.advantages[computed] != 0).all() and (whole.advantages[~computed] == 0).all()
         assert 0 < tokens.is_clipped.mean() == pytest.approx(result.metrics["actor/pg_clipfrac"].value)
         assert not tokens.is_rejected.any()
-
-    run_worker(CONFIG, model_path, use)
 
 
 UNPREDICTABLE = ("actor/pg_loss", "actor/grad_norm", "perf/trainer_busy_s")  # the first two are tested above
@@ -253,8 +247,7 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
 ) -> None:
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, dtype=DType.bfloat16))
     batch = pack(steps, Layout.tree, 1)[0]
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         assert worker.publish(make_order(0)).global_steps == 0
         untrained = build_model(VOCAB_SIZE, seed=0)
         expected = {name: tensor.detach().to(torch.bfloat16) for name, tensor in untrained.named_parameters()}
@@ -264,8 +257,6 @@ def test_publish_yields_the_models_weights_in_the_rollouts_dtype(
         worker.publish(make_order(1))
         assert any(not torch.equal(inbox.weights[name], tensor) for name, tensor in expected.items())
 
-    run_worker(config, model_path, use)
-
 
 def test_a_step_without_anything_to_learn_moves_nothing_and_gradients_are_cleared_after_each(
     model_path: str, steps: list[list[TrajectoryGroup]]
@@ -274,8 +265,7 @@ def test_a_step_without_anything_to_learn_moves_nothing_and_gradients_are_cleare
     config = replace(CONFIG, trainer=trainer_config)
     solved = make_group(0, [steps[0][-1].trajectories[1]] * 2)
     empty, full = pack([[solved], steps[0]], Layout.tree, 1)
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         metrics = to_floats(worker.train_step(empty.micro_batches[0], 0).metrics)
         assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0
         worker.publish(make_order(0))
@@ -287,8 +277,6 @@ def test_a_step_without_anything_to_learn_moves_nothing_and_gradients_are_cleare
             for _ in range(2)  # the step of learning rate 0 leaves the weights where they are
         ]
         assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] > 0
-
-    run_worker(config, model_path, use)
 
 
 def forward_backward(worker: TrainWorker, batch: StepBatch) -> list[dict[str, Metric]]:

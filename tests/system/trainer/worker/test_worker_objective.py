@@ -24,14 +24,13 @@ from tests.support.reference import (
     sampled_logprobs,
 )
 from tests.support.sequences import only
-from tests.support.worker_runs import Inbox, Job, Outcome, assert_same_weights, one_rank, run_worker, two_ranks
+from tests.support.worker_runs import Job, Outcome, assert_same_weights, one_rank, running_worker, two_ranks
 from trainer.advantages.credit import m2po_outliers, trainable
 from trainer.batch import StepBatch
 from trainer.learning_rate import lr_factor
 from trainer.step import StepAssembler
 from trainer.tiny.model import build_model
 from trainer.worker.critic import ValueModel, clipped_value_loss
-from trainer.worker.worker import TrainWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("process_as_it_was")]
 TIMEOUT_S = 60.0
@@ -125,8 +124,8 @@ def test_a_step_is_assembled_from_what_the_policy_says_of_it(
 ) -> None:
     """m2po selects what a plain model in float64 says, and otb has advantages."""
     config = replace(BASELINE, algorithm=replace(BASELINE.algorithm, m2_threshold=0.05))
+    with running_worker(config, model_path) as (worker, inbox):
 
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
         async def score(batch: StepBatch) -> dict[str, FloatArray]:
             (micro_batches,) = batch.micro_batches
             return {name: batch.gather([parts]) for name, parts in worker.score(micro_batches).items()}
@@ -140,8 +139,6 @@ def test_a_step_is_assembled_from_what_the_policy_says_of_it(
         assert np.ptp(tokens.advantages) > 0.5 and batch is not None
         metrics = worker.train_step(batch.micro_batches[0], 0, batch.optimizer_steps).metrics
         assert metrics["actor/skipped_steps"].value == 0 and metrics["actor/grad_norm"].value > 0
-
-    run_worker(config, model_path, use)
 
 
 def test_a_step_is_shortened_by_the_sample_size_of_all_ranks(on_two_ranks: dict[str, Outcome]) -> None:

@@ -15,7 +15,7 @@ import torch
 from configs.schema import AlgorithmConfig, Config, Layout, TrainerConfig
 from tests.support import worker_runs
 from tests.support.reference import VOCAB_SIZE, double, random_groups
-from tests.support.worker_runs import Inbox, Job, pack, run_worker
+from tests.support.worker_runs import Job, pack, running_worker
 from trainer.batch import MicroBatch, StepBatch
 from trainer.metrics import to_floats
 from trainer.tiny.model import build_model
@@ -98,7 +98,7 @@ def mine(batch: StepBatch) -> tuple[MicroBatch, ...]:
 def test_a_broken_step_moves_nothing_but_the_version_and_the_next_is_taken(
     broken: dict[str, Callable[[Any], Any]], model_path: str, batches: list[StepBatch]
 ) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
         metrics = to_floats(worker.train_step(mine(with_signals(batches[1], **broken)), 1).metrics)
@@ -111,8 +111,6 @@ def test_a_broken_step_moves_nothing_but_the_version_and_the_next_is_taken(
         assert metrics["actor/skipped_steps"] == 0 and math.isfinite(metrics["actor/grad_norm"])
         assert not torch.equal(state_of(worker)["actor"][0][0], before["actor"][0][0])
 
-    run_worker(CONFIG, model_path, use)
-
 
 @pytest.mark.parametrize("broken", ["actor", "critic", "critic loss"])
 def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: str, batches: list[StepBatch]) -> None:
@@ -121,8 +119,7 @@ def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: s
     whole = with_signals(batches[0], **zeros, **returns)
     changed = {"actor": {"advantages": to_nan}, "critic": {"returns": to_nan}, "critic loss": {"returns": huge}}[broken]
     config = replace(CONFIG, algorithm=replace(CONFIG.algorithm, advantage="gae"))
-
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(config, model_path) as (worker, inbox):
         worker.train_step(mine(whole), 0)
         before = state_of(worker)
         assert set(before) == {"actor", "critic"}
@@ -132,18 +129,14 @@ def test_actor_and_critic_step_together_or_not_at_all(broken: str, model_path: s
         assert_equal(state_of(worker), before)
         assert to_floats(worker.train_step(mine(whole), 2).metrics)["actor/skipped_steps"] == 0
 
-    run_worker(config, model_path, use)
-
 
 def test_skipping_by_order_moves_only_the_version(model_path: str, batches: list[StepBatch]) -> None:
-    def use(worker: TrainWorker, inbox: Inbox) -> None:
+    with running_worker(CONFIG, model_path) as (worker, inbox):
         worker.train_step(mine(batches[0]), 0)
         before = state_of(worker)
         assert to_floats(worker.train_step(None, 1).metrics) == {"actor/skipped_steps": 1, "perf/trainer_busy_s": 0}
         assert_equal(state_of(worker), before)
         assert worker._global_steps == 2
-
-    run_worker(CONFIG, model_path, use)
 
 
 @pytest.mark.slow

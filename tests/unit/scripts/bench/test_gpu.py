@@ -112,7 +112,7 @@ def test_a_token_of_a_version_that_was_not_there_is_found() -> None:
 
 def test_a_full_batch_trains_the_second_half_of_every_sequence_in_its_row() -> None:
     batch = gpu_parts.full_batch(rows=3, length=8)
-    assert batch.num_sequences == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
+    assert batch.tokens.num_sequences == 3 and batch.tokens.loss_weights.sum() == pytest.approx(1)
     assert batch.sources.tolist() == [*range(3, 8), *range(11, 16), *range(19, 24)] and not batch.rows.any()
     assert batch.position_ids[0].tolist() == [*range(8)] * 3
 

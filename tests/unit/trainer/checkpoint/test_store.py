@@ -168,38 +168,20 @@ def test_all_is_on_the_disk_before_the_name_and_the_name_before_the_marker(
     ]
 
 
-def no_train(train: Path) -> None:
-    """The train workers wrote on the disk of another machine."""
-    shutil.rmtree(train)
-
-
-def no_metadata(train: Path) -> None:
-    (train / METADATA).unlink()
-
-
-def no_shard(train: Path) -> None:
-    """A rank wrote on the disk of another machine."""
-    (train / "1.distcp").unlink()
-
-
-def short_shard(train: Path) -> None:
-    cut(train / "1.distcp")
-
-
-def no_pickle(train: Path) -> None:
-    (train / METADATA).write_bytes(b"not what ranks write")
-
-
-PARTIAL = {
-    no_train: "train has no .metadata: the train workers' state did not arrive there",
-    no_metadata: "train has no .metadata",
-    no_shard: "train lacks 1.distcp, or a part of it",
-    short_shard: "train lacks 1.distcp, or a part of it",
-    no_pickle: "train/.metadata is not what train workers write",
+# What the workers left -> what is said of it. Those that have written on another machine left nothing, or one shard.
+PARTIAL: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (shutil.rmtree, "train has no .metadata: the train workers' state did not arrive there"),
+    "no metadata": (lambda train: (train / METADATA).unlink(), "train has no .metadata"),
+    "no shard": (lambda train: (train / "1.distcp").unlink(), "train lacks 1.distcp, or a part of it"),
+    "a short shard": (lambda train: cut(train / "1.distcp"), "train lacks 1.distcp, or a part of it"),
+    "no pickle": (
+        lambda train: (train / METADATA).write_bytes(b"not what ranks write"),
+        "train/.metadata is not what train workers write",
+    ),
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), PARTIAL.items())
+@pytest.mark.parametrize(("damage", "reason"), PARTIAL.values(), ids=PARTIAL)
 def test_what_lacks_a_part_of_the_trainers_state_is_never_sealed(
     tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
@@ -213,7 +195,7 @@ def test_what_lacks_a_part_of_the_trainers_state_is_never_sealed(
     assert good(store) == (20, [])
 
 
-@pytest.mark.parametrize(("damage", "reason"), PARTIAL.items())
+@pytest.mark.parametrize(("damage", "reason"), PARTIAL.values(), ids=PARTIAL)
 def test_such_a_checkpoint_that_an_earlier_version_sealed_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], reason: str
 ) -> None:

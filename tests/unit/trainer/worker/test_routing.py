@@ -14,10 +14,10 @@ from configs.schema import Config, Layout, TrainerConfig
 from configs.trainer import GradientCheckpointing
 from configs.weight_sync import InFlightKv, WeightSyncConfig
 from rollout.types import Routes, Trajectory, TrajectoryGroup, VersionSpan
-from tests.support.batches import learning
+from tests.support.batches import learning, ones, pack
 from tests.support.families import VOCAB_SIZE, random_model
 from tests.support.reference import make_group, make_trajectory
-from trainer.batch import MicroBatch, assemble
+from trainer.batch import MicroBatch
 from trainer.old_logprobs import mixed_batch
 from trainer.worker.model import Policy, decoder_layers, find_decoder, keep_less
 from trainer.worker.segments import SegmentCache
@@ -122,16 +122,7 @@ def routed_groups(seed: int = 0) -> list[TrajectoryGroup]:
 
 
 def packed_batch(groups: list[TrajectoryGroup], layout: Layout) -> MicroBatch:
-    advantages = [np.ones(len(group.trajectories), np.float32) for group in groups]
-    step = assemble(
-        groups,
-        learning(groups, advantages),
-        layout=layout,
-        num_ranks=1,
-        tokens_per_micro_batch=1000,
-        keep_idle=False,
-    )
-    ((batch,),) = step.micro_batches
+    ((batch,),) = pack(groups, layout, advantages=ones(groups)).micro_batches
     return batch
 
 
@@ -182,8 +173,7 @@ def test_layers_that_are_computed_again_follow_the_same_routes(checkpointing: Gr
 def test_old_logprobs_follow_the_routes_segment_by_segment(layout: Layout) -> None:
     groups = [replace(group, trajectories=tuple(map(spanning, group.trajectories))) for group in routed_groups()]
     config = Config(trainer=TrainerConfig(layout=layout))
-    tokens = learning(groups, [np.ones(len(group.trajectories), np.float32) for group in groups])
-    mixed = mixed_batch(groups, tokens, config, global_steps=2, measured_share=2**62)
+    mixed = mixed_batch(groups, learning(groups, ones(groups)), config, global_steps=2, measured_share=2**62)
     assert mixed is not None
     ((row,),), policy = mixed.rows, Policy(copy.deepcopy(routed_model()), 1.0)
     cache, logprobs = SegmentCache(len(row.owners)), torch.zeros(len(row.batch.index), dtype=torch.float64)
@@ -200,8 +190,7 @@ def test_what_an_update_lets_compute_anew_has_no_routes_of_the_version_before() 
     trajectory = spanning(routed_groups()[0].trajectories[0])
     groups = [make_group(0, [trajectory])]
     config = Config(weight_sync=WeightSyncConfig(in_flight_kv=InFlightKv.recompute))
-    tokens = learning(groups, [np.ones(1, np.float32)])
-    mixed = mixed_batch(groups, tokens, config, global_steps=2, measured_share=2**62)
+    mixed = mixed_batch(groups, learning(groups, ones(groups)), config, global_steps=2, measured_share=2**62)
     assert mixed is not None
     ((row,),) = mixed.rows
     assert row.batch.routes is not None

@@ -9,7 +9,7 @@ import torch
 
 from configs.schema import Layout
 from rollout.types import TrajectoryGroup
-from tests.support.batches import learning
+from tests.support.batches import learning, ones, pack
 from tests.support.families import random_model
 from tests.support.kept import kept_of, rows_of
 from tests.support.reference import make_group, make_trajectory
@@ -57,8 +57,7 @@ def test_logprobs_are_over_what_each_token_was_drawn_from(layout: Layout, genera
     policy = Policy(model, TEMPERATURE)
     policy._head._is_known = general  # with no rule: by the model's own forward
     group = some_group(model.config.vocab_size)
-    tokens = learning([group], [np.ones(4, np.float32)])
-    batch = assemble([group], tokens, layout=layout, num_ranks=num_ranks, tokens_per_micro_batch=14, keep_idle=True)
+    batch = pack([group], layout, num_ranks, 14, keep_idle=True, advantages=ones([group]))
     made = [[policy(part, CPU, 3 * model.config.vocab_size) for part in parts] for parts in batch.micro_batches]
     for number, truth in enumerate(expected(model, group)):
         found = batch.gather([[each[number].numpy() for each in parts] for parts in made])
@@ -69,8 +68,7 @@ def test_logprobs_are_over_what_each_token_was_drawn_from(layout: Layout, genera
 def test_a_demonstration_beside_them_has_the_whole_vocabulary_at_temperature_1() -> None:
     model = random_model("qwen3")
     group, other = some_group(model.config.vocab_size), make_group(1, [make_trajectory([5, 6, 7], [7, 8, 3])])
-    tokens = learning([group], [np.ones(4, np.float32)])
-    groups, both = beside([group], tokens, [other])
+    groups, both = beside([group], learning([group], ones([group])), [other])
     batch = assemble(groups, both, layout=Layout.tree, num_ranks=1, tokens_per_micro_batch=99, keep_idle=True)
     made = [Policy(model, TEMPERATURE)(part, CPU)[0].numpy() for part in batch.micro_batches[0]]
     found = batch.gather([made])

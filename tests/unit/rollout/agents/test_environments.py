@@ -20,7 +20,7 @@ from rollout.progress import Attempt
 from rollout.types import Completion, GenerationRequest, SamplingParams, Trajectory
 from tests.support.characters import EOS, Characters
 from tests.support.chats import FakeChat
-from tests.support.episodes import episodes_of, make_task
+from tests.support.episodes import episodes_of, error_of, make_task
 from tests.support.fakes import make_completion, make_prompt, now, run_virtual
 from tests.support.rollouts import group_of
 from tests.support.scenes import GROUP_SIZE, Scene
@@ -131,7 +131,7 @@ def test_an_environment_that_cannot_begin_leaves_its_episode_without_a_reward() 
 
     environment, policy = Broken(), Policy()
     episode = play(environment, policy)
-    assert episode.result is not None and episode.result.error == "OSError: no world"
+    assert error_of(episode) == "OSError: no world"
     assert (episode.sequences, policy.requests, environment.events) == ((), [], ["close"])
 
 
@@ -140,7 +140,7 @@ def test_a_first_observation_without_room_for_an_answer_leaves_its_episode_witho
     policy = Policy()
     episode = play(Recorded(first="XY"), policy, make_task(max_tokens=2))
     assert (episode.sequences, policy.requests) == ((), [])
-    assert episode.result is not None and episode.result.error == (
+    assert error_of(episode) == (
         "ValueError: the environment begins with 2 tokens, which leaves the policy none of "
         "rollout.max_response_tokens=2"
     )
@@ -195,8 +195,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
 def test_a_plain_step_has_a_deadline() -> None:
     episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(make_task(), Policy().generate))
-    assert episode.result is not None
-    assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
+    assert error_of(episode) == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
 
 
 # -- turns and observations --------------------------------------------------------------------------------------------
@@ -267,7 +266,7 @@ def test_messages_are_rendered_after_all_that_came_before() -> None:
 )
 def test_what_cannot_be_rendered_is_an_error(text: str, options: Any, observation: Any, error: str) -> None:
     episode = play(Recorded(Step(observation=observation)), Policy(text), **options)
-    assert episode.result is not None and str(episode.result.error).startswith(error)
+    assert error_of(episode).startswith(error)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_counts_are_summed_and_of_metrics_the_last_holds(values: list[tuple[int,
 )
 def test_a_step_that_is_none_leaves_its_episode_without_a_reward(make_step: Callable[[], Any], error: str) -> None:
     episode = play(Recorded(make_step()))
-    assert episode.result is not None and str(episode.result.error).startswith(error)
+    assert error_of(episode).startswith(error)
 
 
 def test_what_environments_share_is_closed_at_the_end_of_the_run_whatever_one_of_them_raises() -> None:

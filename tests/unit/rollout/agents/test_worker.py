@@ -474,16 +474,11 @@ class Tells(Delegates):
 
     def _between(self, episode: Episode) -> Episode:
         main, sub = episode.sequences
-        heard = observed(self.said)
+        heard = Completion.unsampled(np.array([*map(ord, self.said)], np.int32))
         parts = [heard, completion_of(sub), heard, completion_of(main), heard]
         mask = np.repeat([False, True, False, True, False], [part.num_tokens for part in parts])
         sequence = TokenSequence.of(main.prompt_ids, Completion.concatenate(parts), mask)
         return replace(episode, sequences=(sequence,), newest=-1)
-
-
-def observed(text: str) -> Completion:
-    token_ids = np.array([*map(ord, text)], np.int32)
-    return Completion(token_ids=token_ids, logprobs=np.zeros(len(text), np.float32), spans=(), finish_reason="")
 
 
 def completion_of(sequence: TokenSequence) -> Completion:

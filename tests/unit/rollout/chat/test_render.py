@@ -253,8 +253,7 @@ def test_a_template_that_rewrites_its_history_is_found() -> None:
     session.ask(QUESTION)
     session.answer(said(), end_of_turn("mistral", Role.user))
     assert session.ask(NEXT) is not None
-    mismatch = session.mismatch()
-    assert mismatch.cause is Cause.template and "[AVAILABLE_TOOLS]" in mismatch.expected
+    assert session.mismatch() is Cause.template
 
 
 @pytest.mark.parametrize(

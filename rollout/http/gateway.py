@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from configs.runtime.deadline import within
 from rollout.errors import NoReplicaLeftError
 from rollout.http.answers import GENERATION, error_answer
-from rollout.http.control import Controlled, control_app, no_metrics
+from rollout.http.control import Controlled, control_app
 from rollout.http.guard import client_leaves, run_until
 from rollout.http.token import Token
 from rollout.router import ReplicaRouter
@@ -23,7 +23,7 @@ NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-au
 
 
 def gateway_app(
-    controlled: Controlled, proxy: "Proxy | None", run_metrics: Callable[[], Mapping[str, float]] = no_metrics
+    controlled: Controlled, proxy: "Proxy | None", run_metrics: Callable[[], Mapping[str, float]] = dict
 ) -> FastAPI:
     """Return the app of the gateway. Without a `proxy` it has only the control routes. `run_metrics` returns the latest
     metrics of the run, for /metrics."""

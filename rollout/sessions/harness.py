@@ -162,10 +162,6 @@ class CommandEnd:
     """`stdout` and `stderr`: the last bytes that it has written."""
 
 
-def nobody_asks(end: CommandEnd) -> None:
-    """Drop the end of a command."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCommand:
     """A command of one episode, that is to be started."""
@@ -223,7 +219,7 @@ class CommandHarness:
         self,
         command: str | NamedAgent,
         config: SessionsConfig = DEFAULTS,
-        on_end: Callable[[CommandEnd], None] = nobody_asks,
+        on_end: Callable[[CommandEnd], None] = lambda end: None,
         place: CommandPlace = start_here,
     ):
         """`command` is rollout.agent_command, or the agent that rollout.agent names. `on_end` is told how each command

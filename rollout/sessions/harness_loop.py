@@ -37,7 +37,6 @@ from rollout.sessions.harness import (
     Harness,
     HarnessError,
     HarnessTask,
-    nobody_asks,
     start_here,
 )
 from rollout.sessions.registry import OpenSessions
@@ -129,7 +128,7 @@ def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = star
 
 
 def load_harness(
-    config: Config, on_end: Callable[[CommandEnd], None] = nobody_asks, place: CommandPlace = start_here
+    config: Config, on_end: Callable[[CommandEnd], None] = lambda end: None, place: CommandPlace = start_here
 ) -> Harness:
     """Return the harness of a config. `on_end` is told how a command has ended, and `place` is where it runs. Raises
     ValueError when the harness cannot be loaded, or its program is not on this machine."""

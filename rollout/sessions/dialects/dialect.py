@@ -33,10 +33,6 @@ CUT_SHORT = (Finish.length, Finish.abort)
 a "length"."""
 
 
-def no_answer(answer_id: str) -> None:
-    """Return None: the session has given no answer."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """A request, and the fields of its body that decide about the form of the answer."""
@@ -64,7 +60,7 @@ class Dialect(ABC):
     keepalive: ClassVar[bytes] = COMMENT
     """The bytes that a stream sends while its answer is being generated."""
 
-    def parse(self, body: Any, created: int, recorded: Recorded = no_answer) -> ParsedRequest:
+    def parse(self, body: Any, created: int, recorded: Recorded = lambda _: None) -> ParsedRequest:
         """Return the request in the body of a call. Raises BadRequestError.
 
         Args:

@@ -47,21 +47,17 @@ class SessionKeys:
     """
 
     _holders: dict[bytes, _KeyHolder] = field(default_factory=dict)
-    _digests: dict[str, list[bytes]] = field(default_factory=dict)
-    """The keys of each session."""
 
     def issue(self, session: str, *, may_steer: bool = True) -> str:
         """Return a new key of the session. One that may not steer, since the policy may get hold of it, neither rewards
         nor aborts the session."""
         key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-        self._digests.setdefault(session, []).append(_digest(key))
         self._holders[_digest(key)] = _KeyHolder(session, may_steer)
         return key
 
     def revoke(self, session: str) -> None:
         """Forget the session's keys. A session that has none is left alone."""
-        for digest in self._digests.pop(session, ()):
-            del self._holders[digest]
+        self._holders = {digest: holder for digest, holder in self._holders.items() if holder.session != session}
 
     def find_session(self, headers: Headers, path_session: str | None, *, steers: bool = False) -> str:
         """Return the session that a request is for. `path_session` is the one in its path, if it names one, and

@@ -277,6 +277,11 @@ class Completion:
         return len(self.token_ids)
 
     @classmethod
+    def unsampled(cls, token_ids: IntArray) -> Self:
+        """Return tokens that no policy sampled: logprob 0 and no version."""
+        return cls(token_ids=token_ids, logprobs=np.zeros(len(token_ids), np.float32), spans=(), finish_reason="")
+
+    @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Consecutive parts of one request, at least one."""
         if len(parts) == 1:

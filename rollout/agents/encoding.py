@@ -63,11 +63,11 @@ def encode(
 def _joined(row: Row, template: str) -> str:
     """Return the texts of the messages with an empty line between them."""
     messages = row.messages(template)
-    lost = [name for message in messages for name in ONLY_TEMPLATES_SHOW if name in message]
-    if lost := ["tools"] * bool(row.tools) + lost:
-        raise PromptError(
-            _at(row, f"data.chat_template=false: the row has {lost[0]}, which only a chat template shows")
-        )
+    lost = ["tools"] if row.tools else []
+    lost += [name for message in messages for name in ONLY_TEMPLATES_SHOW if name in message]
+    if lost:
+        problem = f"data.chat_template=false: the row has {lost[0]}, which only a chat template shows"
+        raise PromptError(_at(row, problem))
     return "\n\n".join(message["content"] for message in messages)
 
 

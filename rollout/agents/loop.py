@@ -54,6 +54,17 @@ class EpisodeTask:
     emit: Emit = field(default=nobody, compare=False, repr=False)
     """Takes events of the episode. In another process than the agent worker's nobody listens."""
 
+    @property
+    def event_fields(self) -> dict[str, Any]:
+        """The fields that identify the episode in its events."""
+        which = self.request_id
+        return {
+            "ordinal": which.ordinal,
+            "attempt": which.attempt,
+            "episode": which.episode,
+            "is_evaluation": which.is_evaluation,
+        }
+
     def recorded_observation(self, turn: int, token_ids: Sequence[int]) -> IntArray | None:
         """Return what an environment said before the turn in an earlier attempt, if all tokens until then were
         these."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from rollout.actors.resident import Resident
 from rollout.agents.chat_turns import ChatTurns
 from rollout.agents.environment import Environment, Observation, Step, Turn
 from rollout.agents.loop import Close, Episode, EpisodeTask, GenerateGroup, close_all
 from rollout.agents.threads import OneThread, called
-from rollout.agents.tool_processes import PlacedEnvironment, is_plain, processes_here
+from rollout.agents.tool_processes import ToolProcesses, is_plain, processes_here
 from rollout.chat.messages import Message, ToolSpec
 from rollout.chat.text_decoder import text_decoder
 from rollout.chat.text_encoder import LONG_TEXT, text_encoder
@@ -103,9 +104,9 @@ class MultiTurn:
             episode.end_token_ids = self.chat.end_token_ids
         try:
             environment = episode.environment = self.make_environment(episode.task.prompt)
-            processes = processes_here()
-            if processes is not None and is_plain(environment):
-                episode.placed = await processes.place(environment)
+            episode.processes = processes_here()
+            if episode.processes is not None and is_plain(environment):
+                episode.process = await episode.processes.place(environment)
             reset = getattr(environment, "reset", None)
             first = "" if reset is None else await self._in_time(episode, "reset", reset)
             episode.prompt_ids, observation = await self._in_thread(self._opened, episode, first)
@@ -154,11 +155,11 @@ class MultiTurn:
 
     async def _close(self, episode: "_Episode") -> None:
         try:
-            if episode.placed is None or not episode.placed.is_lost:
+            if episode.process is None or episode.process.is_alive:
                 await self._close_environment(episode)
         finally:
-            if episode.placed is not None:
-                episode.placed.end()
+            if episode.processes is not None and episode.process is not None:
+                episode.processes.leave(episode.process)
 
     async def _close_environment(self, episode: "_Episode") -> None:
         close = getattr(episode.environment, "close", None)
@@ -172,15 +173,13 @@ class MultiTurn:
 
     async def _in_time(self, episode: "_Episode", name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the environment within its deadline, and record the call as an event."""
-        emit, which = episode.task.emit, episode.task.request_id
-        of: dict[str, Any] = {"ordinal": which.ordinal, "attempt": which.attempt, "episode": which.episode}
-        of |= {"is_evaluation": which.is_evaluation, "turn": episode.num_turns, "call": name}
+        emit, of = episode.task.emit, episode.task.event_fields | {"turn": episode.num_turns, "call": name}
         emit(ToolStarted(**of))
         error: BaseException | None = None
         try:
             what = f"a {name} of the environment"
-            if episode.placed is not None:
-                return await episode.placed.call(name, arguments, what, self.step_timeout_s, "step_timeout_s")
+            if episode.process is not None:
+                return await episode.process.call(name, arguments, what, self.step_timeout_s, "step_timeout_s")
             return await called(method, self.step_timeout_s, "step_timeout_s", what, *arguments)
         except BaseException as failure:
             error = failure
@@ -274,7 +273,9 @@ class _Episode:
     """The tokens that end a turn, besides the task's."""
     environment: Environment | None = None
     """The environment, or in a process a copy of what it was at its beginning."""
-    placed: PlacedEnvironment | None = None
+    processes: ToolProcesses | None = None
+    """The processes of the agent worker; None where plain environments run in threads."""
+    process: Resident | None = None
     """The process in which the environment is; None for one in the agent worker."""
     finish_reason: str = ""
     """"" while it is open."""
@@ -330,10 +331,8 @@ class _Episode:
         return self.task.recorded_observation(self.num_turns, self.token_ids) if self.task.recorded else None
 
     def add_observation(self, token_ids: IntArray) -> None:
-        """Add tokens that no policy sampled: no loss, logprob 0 and no version."""
         self.num_observed = len(token_ids)
-        logprobs = np.zeros(len(token_ids), np.float32)
-        self.add(Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason=""), is_policy=False)
+        self.add(Completion.unsampled(token_ids), is_policy=False)
 
     def measure(self, step: Step) -> None:
         """Add the metrics of a step. Raises ValueError for a name that is taken, and what `checked_metrics` raises."""
@@ -347,14 +346,14 @@ class _Episode:
     def finished(self) -> Episode:
         reward = sum(turn.reward for turn in self.turn_rewards)
         has_result = bool(self.turn_rewards) or self.error is not None
+        sequences: tuple[TokenSequence, ...] = ()
+        if self.num_turns:
+            sequence = TokenSequence.of(self.prompt_ids, self.response, np.concatenate(self.masks))
+            sequences = (replace(sequence, turn_rewards=tuple(self.turn_rewards)),)
         return Episode(
-            sequences=(self._sequence(),) if self.num_turns else (),
+            sequences=sequences,
             finish_reason=self.finish_reason,
             cached_tokens=self.cached_tokens,
             result=RewardResult(reward=reward, error=self.error) if has_result else None,
             metrics=self.metrics | {"turns": float(self.num_turns)},
         )
-
-    def _sequence(self) -> TokenSequence:
-        sequence = TokenSequence.of(self.prompt_ids, self.response, np.concatenate(self.masks))
-        return replace(sequence, turn_rewards=tuple(self.turn_rewards))

@@ -56,8 +56,9 @@ class ToolProcesses:
                 else:
                     self._stop(process)
 
-    async def place(self, environment: object) -> "PlacedEnvironment":
-        """Move an environment that has not begun into a process, and wait until one is free.
+    async def place(self, environment: object) -> Resident:
+        """Move an environment that has not begun into a process, where it stays until `leave`, and wait until one is
+        free.
 
         Raises:
             ValueError: It cannot be pickled.
@@ -75,7 +76,7 @@ class ToolProcesses:
         try:
             if self._idle:  # it makes room: those that live are no more than those that may run
                 self._stop(self._idle.pop())
-            return PlacedEnvironment(await self._start(pickled, name), self._leave)
+            return await self._start(pickled, name)
         except BaseException:
             self._free.release()
             raise
@@ -93,35 +94,14 @@ class ToolProcesses:
         self._living.add(process)
         return process
 
-    def _leave(self, process: Resident) -> None:
+    def leave(self, process: Resident) -> None:
+        """End the process of an environment."""
         self._stop(process)
         self._free.release()
 
     def _stop(self, process: Resident) -> None:
         self._living.discard(process)
         process.end()
-
-
-class PlacedEnvironment:
-    """An environment in its process, where it stays for its episode."""
-
-    def __init__(self, process: Resident, leave: Callable[[Resident], None]):
-        """`leave`: ends the process."""
-        self._process, self._leave = process, leave
-        self._has_left = False
-
-    async def call(self, method: str, arguments: tuple[Any, ...], what: str, timeout_s: float, key: str) -> Any:
-        """Call a method as `Resident.call` does."""
-        return await self._process.call(method, arguments, what, timeout_s, key)
-
-    @property
-    def is_lost(self) -> bool:
-        return not self._process.is_alive
-
-    def end(self) -> None:
-        if not self._has_left:
-            self._has_left = True
-            self._leave(self._process)
 
 
 # -- the place of a call -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from rollout.actors.resident import UnloadableError
 from rollout.agents.environment import Step, Turn
 from rollout.agents.threads import called
 from rollout.agents.tool_processes import KEY, check_by_name, processes_here
-from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
+from rollout.chat.messages import Message, Role, ToolCall, ToolSpec, without_halves
 from rollout.rewards.outcome import described
 
 MAX_NAME_CHARS = 64
@@ -129,7 +129,7 @@ def no_tool(name: str, names: Iterable[str]) -> str:
 
 def capped(text: str, most: int, *, is_error: bool = False) -> ToolResult:
     """A result of at most `most` characters, and a line that says how many there were."""
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # no tokenizer takes lone surrogates
+    text = without_halves(text)
     if len(text) <= most:
         return ToolResult(text=text, is_error=is_error)
     return ToolResult(text=f"{text[:most]}\n[cut: {most} of {len(text)} characters]", is_error=is_error, is_cut=True)
@@ -212,16 +212,16 @@ class Toolbox:
         return capped(_as_text(call.name, value), self._max_output_chars)
 
 
-def _check_for_process(tool: Tool) -> None:
-    check_by_name(tool.function)
-    if Tool.of(tool.function).spec != tool.spec:
-        raise ValueError(f"{KEY}: the tool {tool.spec.name} is not as its function describes it; pass the function")
-
-
 def _texted(tool: Tool, /, **arguments: Any) -> Any:
     """Return the text of what a plain function returns, or the awaitable that it returns."""
     value = tool.function(**arguments)
     return value if inspect.isawaitable(value) else _as_text(tool.spec.name, value)
+
+
+def _check_for_process(tool: Tool) -> None:
+    check_by_name(tool.function)
+    if Tool.of(tool.function).spec != tool.spec:
+        raise ValueError(f"{KEY}: the tool {tool.spec.name} is not as its function describes it; pass the function")
 
 
 class ToolRunner:
@@ -314,8 +314,12 @@ class ToolEnvironment:
             results = [await self._tools.result(call) for call in turn.tool_calls]
         else:
             results = await asyncio.gather(*(self._tools.result(call) for call in turn.tool_calls))
+        messages = [
+            Message(role=Role.tool, content=result.text, call_id=call.call_id)
+            for call, result in zip(turn.tool_calls, results, strict=True)
+        ]
         return Step(
-            observation=_messages(turn.tool_calls, results),
+            observation=messages,
             done=not turn.tool_calls,
             counts={
                 "tool_calls": len(results),
@@ -323,10 +327,3 @@ class ToolEnvironment:
                 "cut_tool_results": sum(result.is_cut for result in results),
             },
         )
-
-
-def _messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-    return [
-        Message(role=Role.tool, content=result.text, call_id=call.call_id)
-        for call, result in zip(calls, results, strict=True)
-    ]

@@ -211,7 +211,12 @@ class AgentWorker:
             greedy=trajectories[group_size] if len(trajectories) > group_size else None,
         )
         if not group.is_aborted and not any(trajectory.versions for trajectory in group.trajectories):
-            raise NoTokensError(self._no_tokens(group))
+            rollout = self.config.rollout
+            loop = rollout.agent or rollout.agent_command or rollout.agent_loop
+            error = next((error for error in group.errors if error is not None), None)
+            why = "" if error is None else f"; the first failed with {error}"
+            of_group = f"prompt {prompt.ordinal}: none of its episodes has a token"
+            raise NoTokensError(f"{of_group} that the policy sampled in {loop}{why}")
         return group.with_shared_routes()
 
     @cached_property
@@ -227,13 +232,6 @@ class AgentWorker:
             if self._tool_processes is not None:
                 self._tool_processes.close()
             await end_shared()  # what rewards and environments share
-
-    def _no_tokens(self, group: TrajectoryGroup) -> str:
-        rollout = self.config.rollout
-        loop = rollout.agent or rollout.agent_command or rollout.agent_loop
-        error = next((error for error in group.errors if error is not None), None)
-        why = "" if error is None else f"; the first failed with {error}"
-        return f"prompt {group.prompt.ordinal}: none of its episodes has a token that the policy sampled in {loop}{why}"
 
     def _episodes(
         self, prompt: Prompt, sampling: SamplingParams, group_size: int, attempt: Attempt
@@ -288,7 +286,7 @@ class AgentWorker:
         """Begin the episodes, each of which is scored when it has ended. `end` is told of so many that have ended."""
         tasks = [replace(task, emit=self.events.emit) for task in tasks]
         for task in tasks:
-            self.events.emit(EpisodeStarted(**_event_fields(task), replica=replica))
+            self.events.emit(EpisodeStarted(**task.event_fields, replica=replica))
         together = [tasks] if isinstance(self.loop, GroupLoop) else [[task] for task in tasks]
         return (self._run_call(some, generate, end, scorer) for some in together)
 
@@ -305,11 +303,11 @@ class AgentWorker:
         end(len(tasks))
         for task, episode in zip(tasks, episodes, strict=True):
             reason = episode.finish_reason
-            self.events.emit(EpisodeEnded(**_event_fields(task), finish_reason=reason, num_tokens=episode.num_tokens))
+            self.events.emit(EpisodeEnded(**task.event_fields, finish_reason=reason, num_tokens=episode.num_tokens))
         generated = clock()
         unscored = [(task, episode) for task, episode in zip(tasks, episodes, strict=True) if episode.result is None]
         for task, _ in unscored:
-            self.events.emit(RewardStarted(**_event_fields(task)))
+            self.events.emit(RewardStarted(**task.event_fields))
         said = {task.index: self._text(episode, sampled_only=True) for task, episode in unscored}
         results = iter(await scorer.score([(task.prompt, said[task.index]) for task, _ in unscored]))
         reward_s = clock() - generated
@@ -317,7 +315,7 @@ class AgentWorker:
             _Scored(
                 episode=episode,
                 text=self._text(episode),
-                result=_settled(task, episode.result)
+                result=settled(f"the reward of the agent loop for prompt {task.prompt.ordinal}", episode.result)
                 if episode.result is not None
                 else _own_result(task, said[task.index], next(results)),
                 began=began,
@@ -329,7 +327,7 @@ class AgentWorker:
         ]
         for task, outcome in zip(tasks, scored, strict=True):
             result = outcome.result
-            self.events.emit(RewardEnded(**_event_fields(task), reward=finite(result.reward), error=result.error))
+            self.events.emit(RewardEnded(**task.event_fields, reward=finite(result.reward), error=result.error))
         return scored
 
     @cached_property
@@ -397,21 +395,6 @@ async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first = errors.exceptions[0]
         raise first from first.__cause__
     return [future.result() for future in running]
-
-
-def _event_fields(task: EpisodeTask) -> dict[str, Any]:
-    """Return the fields that identify an episode in its events."""
-    which = task.request_id
-    return {
-        "ordinal": which.ordinal,
-        "attempt": which.attempt,
-        "episode": which.episode,
-        "is_evaluation": which.is_evaluation,
-    }
-
-
-def _settled(task: EpisodeTask, result: RewardResult) -> RewardResult:
-    return settled(f"the reward of the agent loop for prompt {task.prompt.ordinal}", result)
 
 
 def _own_result(task: EpisodeTask, said: str, result: RewardResult) -> RewardResult:

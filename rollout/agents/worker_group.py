@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -268,23 +269,15 @@ class AgentWorkerGroup:
         """
         self._events = events
         self._telling: dict[_Worker, asyncio.Task[None]] = {}
-        options: dict[str, Any] = {
-            "num_cpus": CPUS_PER_WORKER,
-            "max_concurrency": 8192,
-            "runtime_env": {"env_vars": ENV},
-        }
-        actor_class = ray.remote(**options)(AgentWorkerActor)
-
-        def create(on_start: Callable[[], None]) -> Any:
-            return actor_class.remote(
-                config=config,
-                tokenizer_path=tokenizer_path,
-                load_loop=load_loop,
-                noticed=tuple(noticed),
-                on_start=on_start,
-            )
-
-        self._create = create
+        options: dict[str, Any] = {"num_cpus": CPUS_PER_WORKER, "max_concurrency": 8192}
+        options["runtime_env"] = {"env_vars": ENV}
+        self._create = partial(
+            ray.remote(**options)(AgentWorkerActor).remote,
+            config=config,
+            tokenizer_path=tokenizer_path,
+            load_loop=load_loop,
+            noticed=tuple(noticed),
+        )
         self._on_start = on_start
         self._start_timeout_s = config.rollout.start_timeout_s
         self._worker_timeout_s = config.rollout.agent_worker_timeout_s

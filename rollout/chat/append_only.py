@@ -28,7 +28,7 @@ class Extension(Enum):
     exact = "exact"
     """Prompt, response and bridge are what the template makes of the whole history, outside the response."""
     template = "template"
-    """There is a bridge, but the template writes another history: `Renderer.check` says where."""
+    """There is a bridge, but the template writes another history."""
     retoken = "retoken"
     """There is a bridge and the texts are equal, but the token ids are not."""
     none = "none"
@@ -97,5 +97,5 @@ def _extension(renderer: Renderer, answer: Message, following: Message, tools: S
             continue
         span = (len(prompt), len(sampled))
         mismatch = renderer.check([*sampled, *bridge], [span], [*_START, answer, following], tools)
-        return Extension.exact if mismatch is None else Extension(mismatch.cause.value)
+        return Extension.exact if mismatch is None else Extension(mismatch.value)
     return Extension.none

@@ -99,7 +99,9 @@ class ToolSpec:
 class ChatRequest:
     """A harness's request for one or more answers."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    """A text or token ids to continue, with no messages and no template around them."""
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: str = "auto"
     """"auto", "none", "required" or the name of a tool."""

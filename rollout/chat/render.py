@@ -21,10 +21,10 @@ from rollout.chat.control_tokens import ControlTokens
 from rollout.chat.generation_config import configured_end_ids
 from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
 from rollout.chat.parsing import leaves_reasoning_open
-from rollout.chat.shown import hidden_context, hidden_parts, is_trimmed
+from rollout.chat.shown import hidden_context, hidden_parts
 from rollout.chat.template import ChatTemplate, TemplateRefusalError
 from rollout.chat.text_encoder import text_encoder
-from rollout.chat.verification import Mismatch, TokenIds, compare
+from rollout.chat.verification import Cause, TokenIds, mismatch
 
 _ANSWER = "The answer between."
 _REASONING = "The reasoning between."
@@ -137,7 +137,7 @@ class Renderer:
             )
         answer, end = self._cut_at_end(answer, message.tool_calls)
         token_ids = self._control_tokens.encode_after(end, answer, mark) + [self._control_tokens.ids[end]]
-        return WrittenAnswer(token_ids=token_ids, text=text, is_trimmed=is_trimmed(message, text))
+        return WrittenAnswer(token_ids=token_ids, text=text, is_trimmed=message.content not in text)
 
     def refuse_hidden(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> None:
         """Refuse a conversation of which the template leaves out what others than the assistant say, or the tools.
@@ -287,15 +287,15 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Mismatch | None:
-        """Compare a prompt that was bridged with a render of all its messages, outside the `sampled` spans.
+    ) -> Cause | None:
+        """Return how a prompt that was bridged differs from a render of all its messages, outside the `sampled` spans.
 
         The cost grows with the history: `is_check_due` says when it is worth it.
 
         Raises:
             TemplateRefusalError, ValueError: As `ChatTemplate.render`.
         """
-        return compare(token_ids, sampled, self.full(messages, tools, options), self.text)
+        return mismatch(token_ids, sampled, self.full(messages, tools, options), self.text)
 
     def text(self, token_ids: TokenIds) -> str:
         """Return the text of tokens, special tokens included."""

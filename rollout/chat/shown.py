@@ -33,7 +33,13 @@ def hidden_parts(message: Message, text: str) -> list[str]:
     Returns:
         A subset of "content", "reasoning" and "calls", in this order.
     """
-    parts = [*_call_parts(message), *_content_parts(message, text), *_reasoning_parts(message)]
+    parts: list[_Part] = []
+    for call in message.tool_calls:
+        parts.append(_Part("calls", (call.name,)))
+        parts += [_Part("calls", forms) for forms in map(_forms, _values(call.arguments)) if all(forms)]
+    parts += [_Part("content", (content,)) for content in _contents(message, text)]
+    if message.reasoning is not None and message.reasoning.strip():
+        parts.append(_Part("reasoning", (message.reasoning.strip(),)))
     missing = _missing(parts, text)
     return [name for name in ("content", "reasoning", "calls") if name in missing]
 
@@ -52,31 +58,15 @@ def hidden_context(messages: Sequence[Message], tools: Sequence[ToolSpec], text:
     return _missing(parts, text)
 
 
-def is_trimmed(message: Message, text: str) -> bool:
-    """Return whether the template leaves out white space at the ends of the content."""
-    return message.content not in text
-
-
-def _content_parts(message: Message, text: str) -> Iterator[_Part]:
+def _contents(message: Message, text: str) -> Iterator[str]:
     """Yield the content; the thoughts and the rest by themselves where the template takes them apart."""
     content = message.content
     if content.strip() not in text and content.lstrip().startswith(_THINK) and _END_OF_THINK in content:
         thoughts, content = split_reasoning(content, reasoning_open=False)
         if thoughts is not None and thoughts.strip():
-            yield _Part("content", (thoughts.strip(),))
+            yield thoughts.strip()
     if content.strip():
-        yield _Part("content", (content.strip(),))
-
-
-def _reasoning_parts(message: Message) -> Iterator[_Part]:
-    if message.reasoning is not None and message.reasoning.strip():
-        yield _Part("reasoning", (message.reasoning.strip(),))
-
-
-def _call_parts(message: Message) -> Iterator[_Part]:
-    for call in message.tool_calls:
-        yield _Part("calls", (call.name,))
-        yield from (_Part("calls", forms) for forms in map(_forms, _values(call.arguments)) if all(forms))
+        yield content.strip()
 
 
 def _values(text: str) -> list[Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_PAIR = re.compile(r"<(?P<close>/?)(?P<tag>[\w-]+)>|\[(?P<closes>/?)(?P<word>\w+)\]")
+_TAG = re.compile(r"</?([\w-]+)>|\[/?(\w+)\]")
 _MARKS_OF_TURNS = {
     *("s", "system", "user", "assistant", "tool", "developer", "human", "bot", "turn"),
     *("inst", "system_prompt", "available_tools", "tool_results", "tool_content", "args", "call_id"),
@@ -23,7 +23,10 @@ def text_decoder(tokenizer: Any) -> Callable[[Iterable[int]], str]:
     """
     added = tokenizer.added_tokens_decoder
     special = {token_id: token.content for token_id, token in added.items() if token.special}
-    tags = _tags({token.content for token in added.values()}) - _named(tokenizer)
+    purposes = tokenizer.special_tokens_map.values()  # the end of the sequence, padding and so on
+    tags = _tags({token.content for token in added.values()}).difference(
+        text for text in purposes if isinstance(text, str)
+    )
     if not tags & set(special.values()):
         return lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True)
     skipped = {token_id for token_id, text in special.items() if text not in tags}
@@ -34,20 +37,10 @@ def text_decoder(tokenizer: Any) -> Callable[[Iterable[int]], str]:
 
 def _tags(texts: set[str]) -> set[str]:
     """Return the tags among added tokens whose counterparts are there, too."""
-    pairs: dict[tuple[bool, str], dict[str, str]] = {}
+    tags: set[str] = set()
     for text in texts:
-        if (match := _PAIR.fullmatch(text)) is not None:
-            name = match["tag"] or match["word"]
-            closing = bool(match["close"] or match["closes"])
-            pairs.setdefault((text[0] == "<", name), {})["close" if closing else "open"] = text
-    return {
-        text
-        for (_, name), pair in pairs.items()
-        if len(pair) == 2 and name.lower() not in _MARKS_OF_TURNS
-        for text in pair.values()
-    }
-
-
-def _named(tokenizer: Any) -> set[str]:
-    """Return the tokens that have a purpose by name: the end of the sequence, padding and so on."""
-    return {text for text in tokenizer.special_tokens_map.values() if isinstance(text, str)}
+        match = _TAG.fullmatch(text)
+        other = text.replace("/", "") if "/" in text else f"{text[:1]}/{text[1:]}"
+        if match is not None and other in texts and (match[1] or match[2]).lower() not in _MARKS_OF_TURNS:
+            tags.add(text)
+    return tags

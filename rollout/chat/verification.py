@@ -1,13 +1,11 @@
 """The proof of a bridge: a prompt that grew turn by turn is compared with a render of its whole history."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from rollout.types import IntArray
 
 TokenIds = Sequence[int] | IntArray
-EXCERPT = 200
 
 
 class Cause(Enum):
@@ -29,23 +27,14 @@ class Cause(Enum):
     """The harness offers other tools than before, as another agent does that takes over: the policy must read them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    cause: Cause
-    """`template`, or `retoken` where the texts are equal and their token ids are not."""
-    segment: int
-    """The run of tokens between the answers that differs, counted from 0, the prompt."""
-    expected: str
-    """The run's text, its first 200 characters."""
-
-
-def compare(
+def mismatch(
     token_ids: TokenIds,
     sampled: Sequence[tuple[int, int]],
     rendered: TokenIds,
     decode: Callable[[list[int]], str],
-) -> Mismatch | None:
-    """Compare a prompt with the render of its history, outside the tokens that were sampled.
+) -> Cause | None:
+    """Return how a prompt differs from the render of its history, outside the tokens that were sampled: by `template`,
+    or by `retoken` where the texts are equal and their token ids are not.
 
     The runs of tokens between the sampled spans must come in `rendered` in the same order, the first at its start and
     the last at its end. It makes no difference how the template would write the answers.
@@ -57,13 +46,9 @@ def compare(
         decode: The function from token ids to text, special tokens included.
     """
     runs = _runs_between(token_ids, sampled)
-    missing = _first_missing([_as_string(run) for run in runs], _as_string(rendered))
-    if missing is None:
+    if _are_in_place([_as_string(run) for run in runs], _as_string(rendered)):
         return None
-    texts = [decode(run) for run in runs]
-    text_missing = _first_missing(texts, decode(list(rendered)))
-    cause, segment = (Cause.retoken, missing) if text_missing is None else (Cause.template, text_missing)
-    return Mismatch(cause=cause, segment=segment, expected=texts[segment][:EXCERPT])
+    return Cause.retoken if _are_in_place([decode(run) for run in runs], decode(list(rendered))) else Cause.template
 
 
 def is_check_due(parent_tokens: int, tokens: int, every_turn_up_to: int) -> bool:
@@ -81,8 +66,6 @@ def is_check_due(parent_tokens: int, tokens: int, every_turn_up_to: int) -> bool
     """
     if tokens <= every_turn_up_to:
         return True
-    if every_turn_up_to <= 0:
-        return False
     return (tokens // every_turn_up_to).bit_length() > (parent_tokens // every_turn_up_to).bit_length()
 
 
@@ -99,17 +82,16 @@ def _as_string(ids: TokenIds) -> str:
     return "".join(map(chr, ids))
 
 
-def _first_missing(runs: Sequence[str], whole: str) -> int | None:
-    """Return the index of the first run that is not in its place in `whole`."""
+def _are_in_place(runs: Sequence[str], whole: str) -> bool:
+    """Return whether `whole` begins with the first run and ends with the last, with the others between in order."""
     if len(runs) == 1:
-        return None if runs[0] == whole else 0
+        return runs[0] == whole
     first, *middle, last = runs
     if not whole.startswith(first):
-        return 0
+        return False
     position = len(first)
-    for index, run in enumerate(middle, start=1):
-        start = whole.find(run, position)
-        if start < 0:
-            return index
+    for run in middle:
+        if (start := whole.find(run, position)) < 0:
+            return False
         position = start + len(run)
-    return None if whole.endswith(last) and len(whole) - len(last) >= position else len(runs) - 1
+    return whole.endswith(last) and len(whole) - len(last) >= position

@@ -39,16 +39,12 @@ class Access:
         names = host_names(serve.allowed_hosts) | {"localhost", serve.host.lower()}
         return cls(token=token, names=names, on_loopback=on_loopback)
 
-    def is_open(self, path: str) -> bool:
-        """Return whether the route needs no token. Generation needs one only if the user gave it, as with
-        `vllm serve`."""
-        if self.token is None or path in PROBES:
-            return True
-        return path in GENERATION and not self.token.is_configured
-
     def admits(self, path: str, headers: Headers) -> bool:
-        """Return whether a request has the token that its route needs."""
-        return self.is_open(path) or self._has_token(headers)
+        """Return whether a request has the token that its route needs. Generation needs one only if the user gave it,
+        as with `vllm serve`."""
+        if self.token is None or path in PROBES or (path in GENERATION and not self.token.is_configured):
+            return True
+        return self._has_token(headers)
 
     def knows(self, host: str) -> bool:
         """Return whether a client may call the server by this name or address, which may have a port."""

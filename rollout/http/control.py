@@ -59,13 +59,8 @@ class AbortRequests(BaseModel):
     abort_all: bool = False
 
 
-def no_metrics() -> Mapping[str, float]:
-    """Return no metrics: those of something that trains nothing."""
-    return {}
-
-
-def control_app(controlled: Controlled, run_metrics: Callable[[], Mapping[str, float]] = no_metrics) -> FastAPI:
-    """Return the control routes. `run_metrics` returns the latest metrics of the run, for /metrics."""
+def control_app(controlled: Controlled, run_metrics: Callable[[], Mapping[str, float]] = dict) -> FastAPI:
+    """Return the control routes. `run_metrics` returns the latest metrics of the run, for /metrics: none by default."""
     app = FastAPI(title="slipstream")
     _add_vllm_routes(app, controlled)
     _add_fastdeploy_routes(app, controlled)

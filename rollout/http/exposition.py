@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from weight_sync.protocol import ReplicaStatus
 
@@ -49,13 +50,12 @@ def exposition(
         engines: what the engines of all replicas export (`merge_engine`).
         run: the latest metrics of the run, by the names that they have in metrics.jsonl.
     """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*_of_replicas(statuses, stats), *engines, *_of_run(run)]))
-    return generate_latest(registry)
+    of_run = (GaugeMetricFamily(run_metric_name(key), key, value=value) for key, value in run.items())
+    return generate_latest(_Families([*_of_replicas(statuses, stats), *engines, *of_run]))
 
 
-class _Families:
-    """Metrics that are there already, as a registry collects them."""
+class _Families(Collector):
+    """Metrics that are there already."""
 
     def __init__(self, families: Sequence[Metric]):
         self._families = families
@@ -86,8 +86,3 @@ def merge_engine(families: dict[str, Metric], replica: str, text: str) -> None:
         merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
         for sample in family.samples:
             merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-
-
-def _of_run(run: Mapping[str, float]) -> Iterator[Metric]:
-    for key, value in run.items():
-        yield GaugeMetricFamily(run_metric_name(key), key, value=value)

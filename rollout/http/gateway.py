@@ -1,6 +1,5 @@
 """One address for all replicas: control routes act on the fleet, generation goes to the least loaded replica."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from configs.runtime.deadline import within
 from rollout.errors import NoReplicaLeftError
 from rollout.http.answers import GENERATION, error_answer
-from rollout.http.control import Controlled, control_app, no_metrics
+from rollout.http.control import Controlled, control_app
+from rollout.http.guard import client_leaves, run_until
 from rollout.http.token import Token
 from rollout.router import ReplicaRouter
 
@@ -23,7 +23,7 @@ NOT_PASSED_UP = NOT_PASSED_ON | {b"content-length", b"authorization", b"proxy-au
 
 
 def gateway_app(
-    controlled: Controlled, proxy: "Proxy | None", run_metrics: Callable[[], Mapping[str, float]] = no_metrics
+    controlled: Controlled, proxy: "Proxy | None", run_metrics: Callable[[], Mapping[str, float]] = dict
 ) -> FastAPI:
     """Return the app of the gateway. Without a `proxy` it has only the control routes. `run_metrics` returns the latest
     metrics of the run, for /metrics."""
@@ -62,16 +62,8 @@ class Proxy:
             body = await request.body()
         except ClientDisconnect:
             return
-        relaying = asyncio.create_task(self._relay(request, body, send))
-        leaving = asyncio.create_task(_client_leaves(receive))
-        try:
-            await asyncio.wait((relaying, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            relaying.cancel()  # closes the connection to the replica, which ends the request there
-            await asyncio.wait((relaying, leaving))
-        if not relaying.cancelled():
-            relaying.result()
+        # Cancelling it closes the connection to the replica, which ends the request there.
+        await run_until(client_leaves(receive), self._relay(request, body, send))
 
     async def _relay(self, request: Request, body: bytes, send: Send) -> None:
         try:
@@ -102,11 +94,6 @@ class Proxy:
             if started:
                 raise  # cuts the connection, so that the client does not take a part of the answer for the whole
             await _answer(request, send, 502, f"{name} did not answer: {error!r}")
-
-
-async def _client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _answer(request: Request, send: Send, status: int, message: str) -> None:

@@ -1,8 +1,10 @@
 """Guards in front of the apps: who may call, how many requests run at once, how large a body is, and strict JSON."""
 
+import asyncio
 import json
 import math
 import re
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +100,25 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+async def client_leaves(receive: Receive) -> None:
+    """Return when the client of a request whose body was read goes away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_until(leaving: Coroutine[Any, Any, None], work: Coroutine[Any, Any, None]) -> None:
+    """Do the work, and cancel it when `leaving` returns. Raise what it raises."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(leaving)
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        working.cancel()
+        await asyncio.wait((working, watching))
+    if not working.cancelled():
+        working.result()
 
 
 # -- strict JSON -------------------------------------------------------------------------------------------------------

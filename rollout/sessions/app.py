@@ -30,7 +30,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/messages": AnthropicMessages(),
 }
 RESPONSES, MODELS = "/v1/responses", "/v1/models"
-ONLY_IN_SESSIONS = ("/", *ANTHROPIC, RESPONSES)
+ONLY_IN_SESSIONS = ("/", *ANTHROPIC)
 """Routes that the gateway does not pass on to replicas: those of dialects, and the root, where clients look whether a
 server is there."""
 
@@ -104,21 +104,21 @@ class _SessionRoutes:
         return route
 
     async def count_tokens(self, request: Request) -> Response:
-        session = self._find_session(request)
+        session = self._sessions.find(self._find_session(request))
         counted = parse_body(parse_count, await json_body(request))
-        return JSONResponse({"input_tokens": await self._sessions.count_tokens(session, counted)})
+        return JSONResponse({"input_tokens": await session.count_tokens(counted)})
 
     async def input_tokens(self, request: Request) -> Response:
-        session = self._find_session(request)
-        counted = parse_body(parse_input, await json_body(request), self._sessions.recorded(session))
-        number = await self._sessions.count_tokens(session, counted)
+        session = self._sessions.find(self._find_session(request))
+        counted = parse_body(parse_input, await json_body(request), session.recorded)
+        number = await session.count_tokens(counted)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": number})
 
     async def response(self, request: Request) -> Response:
         """Return a response that the session has given, unless its request had `store` false."""
-        session, name = self._find_session(request), request.path_params["response"]
+        session, name = self._sessions.find(self._find_session(request)), request.path_params["response"]
         dialect = DIALECTS[RESPONSES]
-        stored = self._sessions.stored(session, id_without(dialect.prefix, name) or "")
+        stored = session.stored(id_without(dialect.prefix, name) or "")
         if stored is None:
             message = f"response {ascii(name)[:80]}: must be the id of a response that this session has given"
             raise NotStoredError(f"{message} and stored")
@@ -183,9 +183,7 @@ def is_for_session(path: str, headers: Headers) -> bool:
     """Return whether a request is for the app of sessions. Sessions and the gateway both have the routes of generation:
     there a request with the key of a session is for sessions. The key of an ended session counts too, so that nothing
     is answered that nobody records."""
-    if f"{path}/".startswith(f"{SESSIONS}/") or path in ONLY_IN_SESSIONS:
-        return True
-    if path.startswith(f"{RESPONSES}/"):
+    if f"{path}/".startswith((f"{SESSIONS}/", f"{RESPONSES}/")) or path in ONLY_IN_SESSIONS:
         return True
     return (path in GENERATION or path.startswith(f"{MODELS}/")) and has_session_key(headers)
 

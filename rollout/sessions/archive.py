@@ -9,20 +9,21 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from rollout.agents.loop import EpisodeTask, GenerateGroup
 from rollout.agents.threads import OneThread
-from rollout.chat.messages import Message, ToolSpec
+from rollout.chat.messages import Message
+from rollout.chat.template import tool_dict
 from rollout.request_ids import RequestId
 from rollout.sessions.budget import LOOK_S, SessionLimits
 from rollout.sessions.codec import ChatCodec
 from rollout.sessions.errors import BadRequestError, NoReplicaError, NotRecordedError, TooManySessionsError
 from rollout.sessions.registry import OpenSessions
 from rollout.sessions.session import Session
-from rollout.sessions.tree.generation import Generation
 from rollout.sessions.tree.sequences import rows
-from rollout.types import FloatArray, Prompt, SamplingParams, TokenSequence
+from rollout.types import Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 RETRY_S = 30.0
@@ -132,7 +133,8 @@ class SessionRecord:
         for sequence in values["sequences"]:
             if not sequence["kept_counts"]:
                 del sequence["kept_counts"], sequence["kept_ids"]
-        lines = (f"{json.dumps(column.name)}: {_json(values[column.name])}" for column in fields(self))
+        encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=dict)
+        lines = (f"{encode(column.name)}: {encode(values[column.name])}" for column in fields(self))
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode("utf-8", "backslashreplace")
 
 
@@ -159,23 +161,22 @@ def answer_records(session: Session) -> list[AnswerRecord]:
 
 def sequence_records(session: Session) -> list[SequenceRecord]:
     transcript = session.transcript
-    pairs = zip(rows(transcript.generations), transcript.sequences(), strict=True)
-    return [_sequence_record(session, row, sequence) for row, sequence in pairs]
-
-
-def _sequence_record(session: Session, row: list[Generation], sequence: TokenSequence) -> SequenceRecord:
-    return SequenceRecord(
-        messages=[chat_message(message) for message in session.transcript.history(row[-1].number)],
-        tools=[_tool(tool) for tool in row[-1].tools],
-        prompt_ids=sequence.prompt_ids.tolist(),
-        response_ids=sequence.response_ids.tolist(),
-        loss_mask=sequence.loss_mask.astype(int).tolist(),
-        rollout_logprobs=_shortest(sequence.rollout_logprobs),
-        versions=[(span.start, span.end, span.global_steps) for span in sequence.spans],
-        turn_rewards=[(turn.end, turn.reward, turn.number) for turn in sequence.turn_rewards],
-        kept_counts=[] if sequence.kept is None else sequence.kept.counts.tolist(),
-        kept_ids=[] if sequence.kept is None else sequence.kept.token_ids.tolist(),
-    )
+    return [
+        SequenceRecord(
+            messages=[chat_message(message) for message in transcript.history(row[-1].number)],
+            tools=[dict(tool_dict(tool)) for tool in row[-1].tools],
+            prompt_ids=sequence.prompt_ids.tolist(),
+            response_ids=sequence.response_ids.tolist(),
+            loss_mask=sequence.loss_mask.astype(int).tolist(),
+            # As few digits as tell each float32 from the next.
+            rollout_logprobs=[float(str(number)) for number in sequence.rollout_logprobs],
+            versions=[(span.start, span.end, span.global_steps) for span in sequence.spans],
+            turn_rewards=[(turn.end, turn.reward, turn.number) for turn in sequence.turn_rewards],
+            kept_counts=[] if sequence.kept is None else sequence.kept.counts.tolist(),
+            kept_ids=[] if sequence.kept is None else sequence.kept.token_ids.tolist(),
+        )
+        for row, sequence in zip(rows(transcript.generations), transcript.sequences(), strict=True)
+    ]
 
 
 def chat_message(message: Message) -> dict[str, Any]:
@@ -191,20 +192,6 @@ def chat_message(message: Message) -> dict[str, Any]:
     if message.call_id is not None:
         body["tool_call_id"] = message.call_id
     return body
-
-
-def _tool(tool: ToolSpec) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
-
-
-def _shortest(numbers: FloatArray) -> list[float]:
-    """Return the numbers with as few digits as tell each float32 from the next."""
-    return [float(str(number)) for number in numbers]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=dict)
 
 
 # -- the sessions ------------------------------------------------------------------------------------------------------
@@ -293,12 +280,12 @@ class SessionArchive(OpenSessions):
 
     async def finish(self, session: str) -> None:
         """End a session. Raises NotRecordedError, and records the session later."""
-        self._find(session)
+        self.find(session)
         await self._end(session, Ending.finished)
 
     async def abort(self, session: str) -> None:
         """Abort a session. Raises NotRecordedError, and records the session later."""
-        self._find(session).abort()
+        self.find(session).abort()
         await self._end(session, Ending.aborted)
 
     async def _watch(self) -> None:

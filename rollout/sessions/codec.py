@@ -1,7 +1,7 @@
 """The translation between messages and tokens for sessions: a renderer, a parser, and the thread that runs them."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.rollout import OnMismatch, ReasoningHistory, SessionsConfig
@@ -11,7 +11,6 @@ from rollout.chat.messages import ChatRequest, Finish, Message, Role
 from rollout.chat.parsing import AnswerParser, leaves_reasoning_open
 from rollout.chat.render import Parent, Renderer
 from rollout.chat.verification import Cause, is_check_due
-from rollout.sessions.dialects.dialect import PromptRequest
 from rollout.sessions.errors import BadRequestError
 from rollout.sessions.length import TokenBound, texts_of
 from rollout.sessions.tree.attachment import Attachment
@@ -41,11 +40,11 @@ class ChatCodec:
     follows_template: bool = False
     """True if a history that the template renders in another way than before begins a new sequence."""
 
-    def least_tokens(self, request: ChatRequest | PromptRequest) -> int:
+    def least_tokens(self, request: ChatRequest) -> int:
         """Return a number of tokens that the prompt of a request has at least. It takes no thread, and no time."""
-        if not isinstance(request, PromptRequest):
-            return self.bound.least(texts_of(request))
-        return self.bound.least([request.prompt]) if isinstance(request.prompt, str) else len(request.prompt)
+        if isinstance(request.prompt, tuple):
+            return len(request.prompt)
+        return self.bound.least(texts_of(request) if request.prompt is None else [request.prompt])
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -89,28 +88,20 @@ class ChatCodec:
                 break
             ancestor = transcript.generation(ancestor.parent)
         request = attachment.request
-        mismatch = self.renderer.check(
+        return self.renderer.check(
             prompt_ids, sampled[::-1], attachment.conversation, request.tools, request.template_options
         )
-        return None if mismatch is None else mismatch.cause
 
-    async def plain_prompt(self, request: PromptRequest) -> tuple[list[int], ChatRequest]:
-        """Return the ids of a prompt without a template, and a chat request that stands for it in the transcript."""
-        prompt = request.prompt
+    async def plain_prompt(self, prompt: str | tuple[int, ...], request: ChatRequest) -> tuple[list[int], ChatRequest]:
+        """Return the ids of a prompt without a template, and the request as one of messages, which stands for it in the
+        transcript."""
         ids = await self.in_thread(self.renderer.plain, prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size = self.renderer.vocab_size
         if not ids or max(ids) >= vocab_size:
             what = f"{len(ids)} token ids up to {max(ids, default=-1)}"
             raise BadRequestError(f"prompt has {what}: allowed is one or more below {vocab_size}", param="prompt")
         text = prompt if isinstance(prompt, str) else await self.in_thread(self.renderer.text, ids)
-        return ids, ChatRequest(
-            messages=(Message(role=Role.user, content=text),),
-            max_tokens=request.max_tokens,
-            stop=request.stop,
-            num_answers=request.num_answers,
-            sampling=request.sampling,
-            is_retry=request.is_retry,
-        )
+        return ids, replace(request, prompt=None, messages=(Message(role=Role.user, content=text),))
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -141,7 +132,13 @@ class ChatCodec:
         return Message(role=Role.assistant, content=text), stop
 
     def _text(self, completion: Completion, request: ChatRequest) -> tuple[str, str | None]:
-        return _cut_at(self.renderer.answer_text(completion.token_ids.tolist()), request.stop)
+        """Return the text of a completion before the first of the stop strings, and this stop string."""
+        text = self.renderer.answer_text(completion.token_ids.tolist())
+        places = [(text.find(stop), stop) for stop in request.stop if stop in text]
+        if not places:
+            return text, None
+        end, stop = min(places)
+        return text[:end], stop
 
 
 def make_codec(sessions: SessionsConfig, tokenizer: Any) -> ChatCodec:
@@ -172,12 +169,3 @@ def _parent(transcript: Transcript, parent: Generation, attachment: Attachment) 
 
 def _num_with_reasoning(messages: Sequence[Message]) -> int:
     return sum(bool(message.reasoning) for message in messages)
-
-
-def _cut_at(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Return the text before the first of the stop strings, and this stop string."""
-    places = [(text.find(stop), stop) for stop in stops if stop in text]
-    if not places:
-        return text, None
-    end, stop = min(places)
-    return text[:end], stop

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.chat.messages import Answer
 from rollout.http.answers import error_answer
-from rollout.http.guard import parse_strictly
+from rollout.http.guard import client_leaves, parse_strictly, run_until
 from rollout.sessions.dialects.dialect import Dialect, ParsedRequest
 from rollout.sessions.errors import BadRequestError, InternalError, SessionEndedError, SessionError, UnknownKeyError
 from rollout.sessions.registry import OpenSessions
+from rollout.sessions.session import Session
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -42,25 +43,17 @@ class DialectEndpoint:
         request = Request(scope, receive)
         keys = self.sessions.keys
         try:
-            session = keys.find_session(request.headers, request.path_params.get("session"))
-            body, recorded = await json_body(request), self.sessions.recorded(session)
-            parsed = parse_body(self.dialect.parse, body, int(time.time()), recorded)
+            name = keys.find_session(request.headers, request.path_params.get("session"))
+            session, body = self.sessions.find(name), await json_body(request)
+            parsed = parse_body(self.dialect.parse, body, int(time.time()), session.recorded)
             self.sessions.leave_out(session, parsed.left_out)
             if keys.is_retry(request.headers):
                 parsed = replace(parsed, request=replace(parsed.request, is_retry=True))
         except SessionError as error:
             self.sessions.refused(request.headers, error)
             return await refusal(scope["path"], error)(scope, receive, send)
-        exchange = _Exchange(self, session, parsed, scope, receive, send)
-        working, leaving = asyncio.create_task(exchange.run()), asyncio.create_task(exchange.watch())
-        try:
-            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            working.cancel()
-            await asyncio.wait((working, leaving))
-        if not working.cancelled():
-            working.result()
+        exchange = _Exchange(self, name, session, parsed, scope, receive, send)
+        await run_until(exchange.watch(), exchange.run())
 
 
 @dataclass(slots=True)
@@ -68,7 +61,9 @@ class _Exchange:
     """One request and its answer."""
 
     endpoint: DialectEndpoint
-    session: str
+    name: str
+    """The id of the session."""
+    session: Session
     parsed: ParsedRequest
     scope: Scope
     receive: Receive
@@ -82,28 +77,32 @@ class _Exchange:
 
     async def watch(self) -> None:
         """Return when the client goes away."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+        await client_leaves(self.receive)
         self.has_left = True
 
     async def run(self) -> None:
         is_whole = False
         try:
-            await self._write(await self._wait())
+            answers = await self._wait()
+            if self.parsed.is_stream:
+                await self._write_rest(self.endpoint.dialect.events(self.parsed, answers))
+            else:
+                body = JSONResponse(self.endpoint.dialect.body(self.parsed, answers))
+                await body(self.scope, self.receive, self.send)
             is_whole = not self.has_left
         except SessionError as error:
             await self._fail(error)
         except Exception:
-            logger.exception("session %s: a request could not be answered", self.session)
+            logger.exception("session %s: a request could not be answered", self.name)
             await self._fail(InternalError("the server failed to answer; its log says why"))
         finally:
             if self.answers is not None:
                 ids = [answer.answer_id for answer in self.answers]
-                self.endpoint.sessions.delivered(self.session, ids, is_whole)
+                self.session.deliver(*ids, whole=is_whole)
 
     async def _generate(self) -> Sequence[Answer]:
         try:
-            self.answers = await self.endpoint.sessions.answer(self.session, self.parsed.request)
+            self.answers = await self.session.answer(self.parsed.request)
         except asyncio.CancelledError:
             # Either this task is cancelled since the client has left, or the session has cancelled the call.
             task = asyncio.current_task()
@@ -111,7 +110,7 @@ class _Exchange:
                 raise
             raise SessionEndedError("the session was ended while this was being answered") from None
         if self.parsed.is_stored:
-            self.endpoint.sessions.store(self.session, self.answers[0].answer_id, self.parsed)
+            self.session.store(self.answers[0].answer_id, self.parsed)
         return self.answers
 
     async def _wait(self) -> Sequence[Answer]:
@@ -129,11 +128,6 @@ class _Exchange:
                 await asyncio.wait((generating,))
                 if not generating.cancelled():
                     generating.exception()  # retrieved, or asyncio would log it: the client has left
-
-    async def _write(self, answers: Sequence[Answer]) -> None:
-        if self.parsed.is_stream:
-            return await self._write_rest(self.endpoint.dialect.events(self.parsed, answers))
-        await JSONResponse(self.endpoint.dialect.body(self.parsed, answers))(self.scope, self.receive, self.send)
 
     async def _write_rest(self, events: Iterable[bytes]) -> None:
         for event in events:

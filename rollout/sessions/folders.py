@@ -9,14 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from configs.rollout import SessionsConfig
 
 logger = logging.getLogger(__name__)
 PROMPT = "prompt.txt"
 HOME = "home"
-NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -47,7 +45,7 @@ class EpisodeFolders:
     """Makes and removes folders. Those of the first `sessions.kept_folders` episodes that fail are kept.
 
     Example:
-        folder = await folders.make("What is 6 times 7?")
+        folder = await folders.make("What is 6 times 7?", {})
         await folders.end(folder, has_failed=False)
     """
 
@@ -55,7 +53,7 @@ class EpisodeFolders:
         self._template = None if config.folder_template is None else Path(config.folder_template).expanduser()
         self._is_fresh, self._num_left = config.fresh_folder, config.kept_folders
 
-    async def make(self, prompt: str, files: Mapping[str, str] = NO_FILES) -> EpisodeFolder:
+    async def make(self, prompt: str, files: Mapping[str, str]) -> EpisodeFolder:
         """Return a folder with the prompt, and with these files in its HOME. Raises OSError."""
         return await asyncio.to_thread(self._make, prompt, files)
 
@@ -64,12 +62,14 @@ class EpisodeFolders:
         folder = EpisodeFolder(path, path / HOME if self._is_fresh else None)
         try:
             folder.prompt.write_bytes(as_bytes(prompt))
-            if folder.home is not None and self._template is not None:
-                shutil.copytree(self._template, folder.home, symlinks=True)
-            elif folder.home is not None:
-                folder.home.mkdir()
             if folder.home is not None:
-                _write_files(folder.home, files)
+                if self._template is None:
+                    folder.home.mkdir()
+                else:
+                    shutil.copytree(self._template, folder.home, symlinks=True)
+                for name, text in files.items():
+                    (folder.home / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder.home / name).write_text(text, encoding="utf-8")
         except BaseException:
             _remove(path)
             raise
@@ -83,12 +83,6 @@ class EpisodeFolders:
             await asyncio.to_thread(folder.write_output)
             return
         await asyncio.to_thread(_remove, folder.path)
-
-
-def _write_files(home: Path, files: Mapping[str, str]) -> None:
-    for path, text in files.items():
-        (home / path).parent.mkdir(parents=True, exist_ok=True)
-        (home / path).write_text(text, encoding="utf-8")
 
 
 def _remove(path: Path) -> None:

@@ -162,10 +162,6 @@ class CommandEnd:
     """`stdout` and `stderr`: the last bytes that it has written."""
 
 
-def nobody_asks(end: CommandEnd) -> None:
-    """Drop the end of a command."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCommand:
     """A command of one episode, that is to be started."""
@@ -179,47 +175,35 @@ class AgentCommand:
     """The variables of its environment that are the same wherever it runs."""
 
 
-class CommandPlace(Protocol):
-    """The place where commands run. That of sandboxes is above this room (rollout/environments/sandbox/commands.py)."""
-
-    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
-        """Return the process, whose streams are pipes, and a descriptor which, when it is closed, ends all that the
-        command has started. Raises OSError and ValueError for a command that the system does not take."""
-        ...
+CommandPlace = Callable[[AgentCommand], Awaitable[tuple[ChildProcess, int]]]
+"""Starts a command in the place where commands run. Returns the process, whose streams are pipes, and a descriptor
+which, when it is closed, ends all that the command has started. Raises OSError and ValueError for a command that the
+system does not take. That of sandboxes is above this room (rollout/environments/sandbox/commands.py)."""
 
 
-class Machine:
-    """The place of commands without a sandbox: this machine, with the rights of this process."""
-
-    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
-        watched, control = os.pipe()
-        try:
-            process = await ChildProcess.start(
-                *(sys.executable, "-I", "-S", REAPER, str(watched), command.script, command.argument),
-                cwd=command.folder.home,
-                env=self._environment(command),
-                pass_fds=(watched,),
-                start_new_session=True,  # a process group of its own, which `_end` kills
-            )
-        except BaseException:
-            os.close(control)
-            raise
-        finally:
-            os.close(watched)
-        return process, control
-
-    def _environment(self, command: AgentCommand) -> dict[str, str]:
-        """Return the environment of this process for a command: without the token that steers the run, since commands
-        may run what a model wrote."""
-        inherited = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
-        own = {PROMPT_FILE_ENV: str(command.folder.prompt)}
-        if command.folder.home is not None:
-            inherited = {name: value for name, value in inherited.items() if name not in HOME_FOLDERS}
-            own["HOME"] = str(command.folder.home)
-        return {**inherited, **own, **command.variables}
-
-
-MACHINE = Machine()
+async def start_here(command: AgentCommand) -> tuple[ChildProcess, int]:
+    """Start a command without a sandbox: on this machine, with the rights of this process."""
+    # Without the token that steers the run, since commands may run what a model wrote.
+    environment = {name: value for name, value in user_environment().items() if name != TOKEN_ENV}
+    if command.folder.home is not None:
+        environment = {name: value for name, value in environment.items() if name not in HOME_FOLDERS}
+        environment["HOME"] = str(command.folder.home)
+    environment |= {PROMPT_FILE_ENV: str(command.folder.prompt), **command.variables}
+    watched, control = os.pipe()
+    try:
+        process = await ChildProcess.start(
+            *(sys.executable, "-I", "-S", REAPER, str(watched), command.script, command.argument),
+            cwd=command.folder.home,
+            env=environment,
+            pass_fds=(watched,),
+            start_new_session=True,  # a process group of its own, which `_end` kills
+        )
+    except BaseException:
+        os.close(control)
+        raise
+    finally:
+        os.close(watched)
+    return process, control
 
 
 class CommandHarness:
@@ -235,11 +219,11 @@ class CommandHarness:
         self,
         command: str | NamedAgent,
         config: SessionsConfig = DEFAULTS,
-        on_end: Callable[[CommandEnd], None] = nobody_asks,
-        place: CommandPlace = MACHINE,
+        on_end: Callable[[CommandEnd], None] = lambda end: None,
+        place: CommandPlace = start_here,
     ):
         """`command` is rollout.agent_command, or the agent that rollout.agent names. `on_end` is told how each command
-        has ended. `place` is where they run."""
+        has ended. `place` starts them, where they run."""
         self._named = command if isinstance(command, NamedAgent) else None
         if isinstance(command, NamedAgent):
             self._key, command = f"rollout.agent={command.name}", command.command
@@ -280,7 +264,7 @@ class CommandHarness:
             variables=self._variables(connection),
         )
         try:
-            return await self._place.start(command)
+            return await self._place(command)
         except (OSError, ValueError) as error:  # an argument of the system is too long, or has a NUL
             why = f"{error}: prompts of {len(argument):,} bytes may need stdin in place of {PROMPT_PLACEHOLDER}"
             raise HarnessError(f"{self._key}: cannot be started: {why}") from error

@@ -29,7 +29,6 @@ from rollout.sessions.budget import LOOK_S, SessionLimits, make_limits
 from rollout.sessions.codec import ChatCodec, make_codec
 from rollout.sessions.errors import BadRequestError
 from rollout.sessions.harness import (
-    MACHINE,
     CommandEnd,
     CommandHarness,
     CommandPlace,
@@ -38,7 +37,7 @@ from rollout.sessions.harness import (
     Harness,
     HarnessError,
     HarnessTask,
-    nobody_asks,
+    start_here,
 )
 from rollout.sessions.registry import OpenSessions
 from rollout.sessions.session import Session
@@ -85,7 +84,7 @@ class SessionHost(OpenSessions):
         session = Session(task, generate, self._codec, self._limits)
         self._sessions[name] = session
         url = f"{self._url}/sessions/{name}"
-        key, agent_key = self.keys.issue(name), self.keys.issue_for_agent(name)
+        key, agent_key = self.keys.issue(name), self.keys.issue(name, may_steer=False)
         try:
             yield session, Connection(session=name, url=url, server_url=self._url, key=key, agent_key=agent_key)
         finally:
@@ -122,14 +121,14 @@ class HarnessTimeoutError(TimeoutError):
     """The harness took longer than it may. What it did is kept."""
 
 
-def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = MACHINE) -> "HarnessLoop":
+def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = start_here) -> "HarnessLoop":
     """Return the loop of rollout.agent or rollout.agent_command, whose commands run in `place`. Raises ValueError when
     either cannot be loaded, or the tokenizer has no chat template."""
     return HarnessLoop(load_harness(config, place=place), SessionHost.of(config, tokenizer), config.sessions)
 
 
 def load_harness(
-    config: Config, on_end: Callable[[CommandEnd], None] = nobody_asks, place: CommandPlace = MACHINE
+    config: Config, on_end: Callable[[CommandEnd], None] = lambda end: None, place: CommandPlace = start_here
 ) -> Harness:
     """Return the harness of a config. `on_end` is told how a command has ended, and `place` is where it runs. Raises
     ValueError when the harness cannot be loaded, or its program is not on this machine."""
@@ -148,7 +147,9 @@ class HarnessLoop:
 
     def __init__(self, harness: Harness, host: SessionHost, config: SessionsConfig):
         self._harness, self._host, self._on_limit = harness, host, config.on_limit
-        self._may_run = asyncio.Semaphore(config.max_running or _most_running(harness))
+        cores = os.cpu_count() or 1
+        most = COMMANDS_PER_CORE * cores if isinstance(harness, CommandHarness) else MOST_FUNCTIONS
+        self._may_run = asyncio.Semaphore(config.max_running or most)
 
     async def close(self) -> None:
         """Close the host and what harnesses share. Raises an ExceptionGroup of the errors of `at_end` functions."""
@@ -256,11 +257,6 @@ class HarnessLoop:
             return replace(result, metrics={**posted.metrics, **result.metrics})
         total = result.reward + sum(posted.turns.values())  # of finite numbers, and may be none
         return settled(where, replace(result, reward=total, metrics={**posted.metrics, **result.metrics}))
-
-
-def _most_running(harness: Harness) -> int:
-    """Return the value of sessions.max_running where it is null."""
-    return COMMANDS_PER_CORE * (os.cpu_count() or 1) if isinstance(harness, CommandHarness) else MOST_FUNCTIONS
 
 
 def _metrics(session: Session) -> dict[str, float]:

@@ -11,8 +11,6 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from rollout.chat.messages import Answer, ChatRequest
-from rollout.sessions.dialects.dialect import ParsedRequest, PromptRequest, Recorded, no_answer
 from rollout.sessions.dialects.rule import LeftOutLog
 from rollout.sessions.errors import (
     BadRequestError,
@@ -49,29 +47,17 @@ class SessionKeys:
     """
 
     _holders: dict[bytes, _KeyHolder] = field(default_factory=dict)
-    _digests: dict[str, list[bytes]] = field(default_factory=dict)
-    """The keys of each session."""
 
-    def issue(self, session: str) -> str:
-        """Return the session's key. Raises ValueError when it has one."""
-        if session in self._digests:
-            raise ValueError(f"session {session!r} has a key already")
-        return self._issue(session, may_steer=True)
-
-    def issue_for_agent(self, session: str) -> str:
-        """Return one more key of a session, which neither rewards nor aborts it: the policy may get hold of it."""
-        return self._issue(session, may_steer=False)
-
-    def _issue(self, session: str, may_steer: bool) -> str:
+    def issue(self, session: str, *, may_steer: bool = True) -> str:
+        """Return a new key of the session. One that may not steer, since the policy may get hold of it, neither rewards
+        nor aborts the session."""
         key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-        self._digests.setdefault(session, []).append(_digest(key))
         self._holders[_digest(key)] = _KeyHolder(session, may_steer)
         return key
 
     def revoke(self, session: str) -> None:
         """Forget the session's keys. A session that has none is left alone."""
-        for digest in self._digests.pop(session, ()):
-            del self._holders[digest]
+        self._holders = {digest: holder for digest, holder in self._holders.items() if holder.session != session}
 
     def find_session(self, headers: Headers, path_session: str | None, *, steers: bool = False) -> str:
         """Return the session that a request is for. `path_session` is the one in its path, if it names one, and
@@ -152,17 +138,11 @@ class OpenSessions(ABC):
     async def create(self, task: Mapping[str, Any]) -> str:
         """Return the id of a new session: letters, digits, "-" and "_"."""
 
-    async def answer(self, session: str, request: ChatRequest | PromptRequest) -> Sequence[Answer]:
-        """Return `request.num_answers` answers to one prompt. It is cancelled when the client goes away, and may take
-        as long as it must, for example while the replicas are paused."""
-        return await self._find(session).answer(request)
-
-    def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:
-        """Note whether answers were written whole while the client was still there. It is called once for each `answer`
-        that returned, and with `whole=False` where the client may not have read them."""
-        if (open_session := self._sessions.get(session)) is not None:  # it may have ended while they were written
-            for answer_id in answer_ids:
-                open_session.deliver(answer_id, whole)
+    def find(self, session: str) -> Session:
+        """Return the session of this id. Raises SessionEndedError."""
+        if (open_session := self._sessions.get(session)) is None:
+            raise SessionEndedError(f"session {session[:80]} has ended")
+        return open_session
 
     def refused(self, headers: Headers, error: SessionError) -> None:
         """Note that a request was refused, in the session whose key it has. A fault of ours is no refusal."""
@@ -173,47 +153,28 @@ class OpenSessions(ABC):
             if session in self._sessions:
                 self._sessions[session].refused(error)
 
-    def leave_out(self, session: str, names: Sequence[str]) -> None:
+    def leave_out(self, session: Session, names: Sequence[str]) -> None:
         """Note fields of a request that are left out."""
         self._left_out.say(names)
-        if (open_session := self._sessions.get(session)) is not None:
-            open_session.leave_out(names)
-
-    def recorded(self, session: str) -> Recorded:
-        """Return the lookup of the session's answers by their ids."""
-        open_session = self._sessions.get(session)
-        return no_answer if open_session is None else open_session.recorded
-
-    def store(self, session: str, answer_id: str, parsed: ParsedRequest) -> None:
-        """Keep the form of an answer, so that a client may ask for it again."""
-        if (open_session := self._sessions.get(session)) is not None:
-            open_session.store(answer_id, parsed)
-
-    def stored(self, session: str, answer_id: str) -> tuple[ParsedRequest, Answer] | None:
-        """Return the form of an answer that was stored, and the answer."""
-        return self._find(session).stored(answer_id)
-
-    async def count_tokens(self, session: str, request: ChatRequest) -> int:
-        """Return the number of token ids of the prompt."""
-        return await self._find(session).count_tokens(request)
+        session.leave_out(names)
 
     async def reward(self, session: str, reward: Reward) -> None:
         try:
-            self._find(session).transcript.reward(reward.value, reward.answer_id, reward.metrics)
+            self.find(session).transcript.reward(reward.value, reward.answer_id, reward.metrics)
         except TranscriptClosedError as error:
             raise SessionEndedError(str(error)) from None
         except ValueError as error:
             raise BadRequestError(str(error)) from None
 
     async def finish(self, session: str) -> None:
-        self._find(session).close()
+        self.find(session).close()
 
     async def abort(self, session: str) -> None:
-        self._find(session).abort()
+        self.find(session).abort()
 
     async def transcript(self, session: str) -> Mapping[str, Any]:
         """Return the contents of the session so far as JSON, for people and harnesses."""
-        open_session = self._find(session)
+        open_session = self.find(session)
         names = open_session.transcript.names
         return {
             "session": names.session,
@@ -234,8 +195,3 @@ class OpenSessions(ABC):
             "limit": open_session.budget.limit_reached,
             "ignored_fields": sorted(open_session.left_out),
         }
-
-    def _find(self, session: str) -> Session:
-        if (open_session := self._sessions.get(session)) is None:
-            raise SessionEndedError(f"session {session[:80]} has ended")
-        return open_session

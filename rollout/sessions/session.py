@@ -13,7 +13,7 @@ from rollout.request_ids import RequestId
 from rollout.sessions.budget import SessionBudget, SessionLimits
 from rollout.sessions.call import Call
 from rollout.sessions.codec import ChatCodec
-from rollout.sessions.dialects.dialect import ParsedRequest, PromptRequest
+from rollout.sessions.dialects.dialect import ParsedRequest
 from rollout.sessions.dialects.fields import shown
 from rollout.sessions.dialects.rule import MAX_NAMES
 from rollout.sessions.errors import BadRequestError, SessionEndedError, SessionError
@@ -84,11 +84,13 @@ class Session:
         """Note fields of a request that were left out."""
         self.left_out.update(names[: max(0, MAX_NAMES - len(self.left_out))])
 
-    async def answer(self, request: ChatRequest | PromptRequest) -> list[Answer]:
+    async def answer(self, request: ChatRequest) -> list[Answer]:
         """Return the answers to a request, or those that it had before. Cancelling the last call that waits for a
         generation ends it at the engine.
 
-        A `PromptRequest` is a conversation by itself, or goes on from the answer whose tokens it begins with.
+        A request with a `prompt` is a conversation by itself, or goes on from the answer whose tokens it begins with.
+
+        It may take as long as it must, for example while the replicas are paused.
 
         Raises:
             SessionLimitError: a limit was reached, and the harness has heard of it by an answer that ended by length.
@@ -103,8 +105,8 @@ class Session:
             self.budget.refuse_too_long(num_least)
             return [_empty_answer() for _ in range(request.num_answers)]
         prompt_ids = None
-        if isinstance(request, PromptRequest):
-            prompt_ids, request = await self._codec.plain_prompt(request)
+        if request.prompt is not None:
+            prompt_ids, request = await self._codec.plain_prompt(request.prompt, request)
         attachment = self._attach(request, prompt_ids)
         if attachment.recorded:
             generations = self.transcript.repeat(attachment)
@@ -131,27 +133,23 @@ class Session:
         self.num_refused += 1
         self.last_refusal = error.message
 
-    def deliver(self, answer_id: str, whole: bool) -> None:
-        """Note whether the client read an answer to its end."""
-        number = self.transcript.names.number(answer_id)
-        if number is not None and number < len(self.transcript.generations):
-            self.transcript.deliver(number, whole=whole)
+    def deliver(self, *answer_ids: str, whole: bool) -> None:
+        """Note whether answers were written whole while the client was still there: it may not have read others."""
+        for number in map(self.transcript.answered, answer_ids):
+            if number is not None:
+                self.transcript.deliver(number, whole=whole)
 
     def recorded(self, answer_id: str) -> Answer | None:
         """Return an answer that this session has given."""
-        number = self.transcript.names.number(answer_id)
-        if number is None or number >= len(self.transcript.generations):
-            return None
-        generation = self.transcript.generation(number)
-        return self._answer(generation) if generation.state is State.finished else None
+        number = self.transcript.answered(answer_id)
+        return None if number is None else self._answer(self.transcript.generation(number))
 
     def store(self, answer_id: str, parsed: ParsedRequest) -> None:
         """Keep the form of an answer, so that a client may ask for it again."""
         last = next(reversed(self._stored.values()), parsed)  # what every request repeats is kept once
         echoed = {name: _same(last.echoed.get(name), value) for name, value in parsed.echoed.items()}
-        request = ChatRequest(messages=())
         self._stored[answer_id] = replace(
-            parsed, request=request, echoed=echoed, offers=_same(last.offers, parsed.offers)
+            parsed, request=ChatRequest(), echoed=echoed, offers=_same(last.offers, parsed.offers)
         )
 
     def stored(self, answer_id: str) -> tuple[ParsedRequest, Answer] | None:
@@ -177,7 +175,7 @@ class Session:
                 for call in set(self._calls.values()):
                     await call.ended()
 
-    def _least_tokens(self, request: ChatRequest | PromptRequest) -> int:
+    def _least_tokens(self, request: ChatRequest) -> int:
         try:
             return self._codec.least_tokens(request)
         except RecursionError:
@@ -280,7 +278,7 @@ class Session:
         )
         return GenerationRequest(request_id=self._request_id(number), prompt_ids=tuple(prompt_ids), sampling=sampling)
 
-    def _requested_sampling(self, request: ChatRequest | PromptRequest) -> SamplingParams:
+    def _requested_sampling(self, request: ChatRequest) -> SamplingParams:
         return requested_sampling(self._task.sampling, request.sampling, self._is_drafted)
 
     def _request_id(self, number: int) -> RequestId:

@@ -17,7 +17,7 @@ from rollout.environments.sandbox.launching import SHOWN, SandboxUnavailableErro
 from rollout.environments.sandbox.programs import Shown, shown_for
 from rollout.environments.sandbox.sandboxes import provide
 from rollout.prompts import Row
-from rollout.sessions.harness import MACHINE, CommandPlace
+from rollout.sessions.harness import CommandPlace, start_here
 
 MOST_SHOWN = 3
 """The tasks that an error names."""
@@ -101,7 +101,7 @@ def prepare_sandboxes(config: Config) -> None:
 
 def command_place(config: Config) -> CommandPlace:
     """Return the place where the commands of rollout.agent_command and rollout.agent run."""
-    return SandboxedCommands(config.sandbox, _shown(config)) if config.rollout.agent_sandbox else MACHINE
+    return SandboxedCommands(config.sandbox, _shown(config)) if config.rollout.agent_sandbox else start_here
 
 
 def _check(config: Config) -> None:

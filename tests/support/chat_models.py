@@ -1,5 +1,6 @@
 """Small tokenizers with chat templates in the shapes of the families in use."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -174,3 +175,8 @@ FAMILIES = {
 def chat_tokenizer(family: str) -> Any:
     """Build the tokenizer of a family, a byte-level BPE: any text survives encode and decode."""
     return build_tokenizer(FAMILIES[family])
+
+
+def base_tokenizer() -> Any:
+    """Return the tokenizer of a base model: its own end is not the one that its chat template writes."""
+    return build_tokenizer(replace(FAMILIES["qwen2.5"], eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>")))

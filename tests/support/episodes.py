@@ -29,6 +29,12 @@ def make_task(
     )
 
 
+def error_of(episode: Episode) -> str:
+    """Return the error for which an episode has no reward, or "" if it has one. Its reward is not left to others."""
+    assert episode.result is not None
+    return episode.result.error or ""
+
+
 async def episodes_of(loop: AgentLoop, tasks: Sequence[EpisodeTask], generate: GenerateGroup) -> list[Episode]:
     if isinstance(loop, GroupLoop):
         return await loop.run(tasks, generate)

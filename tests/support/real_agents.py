@@ -14,7 +14,7 @@ from configs.named_agents import NamedAgent
 from configs.rollout import SessionsConfig
 from configs.schema import Config, RolloutConfig
 from rollout.agents.loop import Episode
-from rollout.sessions.harness import MACHINE, CommandEnd, CommandHarness, CommandPlace
+from rollout.sessions.harness import CommandEnd, CommandHarness, CommandPlace, start_here
 from rollout.sessions.harness_loop import HarnessLoop
 from scripts.plan.agent_report import Exchange
 from scripts.plan.agent_trial import RecordingHost
@@ -43,7 +43,7 @@ class Outcome:
         return [exchange for exchange in self.exchanges if exchange.is_refused]
 
 
-def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None, place: CommandPlace = MACHINE) -> Outcome:
+def run_agent(agent: NamedAgent, say: SAY, folder: Path | None = None, place: CommandPlace = start_here) -> Outcome:
     """Run one episode of an agent on a session host, whose policy says its lines. Its folder begins as a copy of
     `folder`."""
     config = Config(

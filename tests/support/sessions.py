@@ -11,7 +11,7 @@ from rollout.chat.messages import Answer, ChatRequest, Finish, Message, Role, To
 from rollout.http.server import DEFAULTS, listen, listener_url, served
 from rollout.http.token import Token
 from rollout.sessions.app import SessionGatewayAccess, session_app
-from rollout.sessions.dialects.dialect import PromptRequest
+from rollout.sessions.dialects.dialect import ParsedRequest
 from rollout.sessions.registry import OpenSessions, Reward, SessionKeys
 from rollout.types import Completion, VersionSpan
 from tests.support.real_clock import Test, beside
@@ -35,6 +35,45 @@ def call_answer(number: int = 0, expression: str = "2 + 2") -> Answer:
     return make_answer("", number=number, finish=Finish.tool_calls, tool_calls=(call,))
 
 
+class FakeSession:
+    """A session of `FakeSessions`, which have what it was asked and what it answers."""
+
+    def __init__(self, name: str, sessions: "FakeSessions"):
+        self._name, self._sessions = name, sessions
+
+    async def answer(self, request: ChatRequest) -> Sequence[Answer]:
+        sessions = self._sessions
+        sessions.requests.append(request)
+        sessions.events.append(("answer", self._name))
+        if sessions.gate is not None:
+            try:
+                await sessions.gate.wait()
+            except asyncio.CancelledError:
+                sessions.events.append(("cancelled", self._name))
+                raise
+        if not sessions.script:
+            return [make_answer(number=number) for number in range(request.num_answers)]
+        answers = sessions.script.pop(0)
+        if isinstance(answers, BaseException):
+            raise answers
+        return answers
+
+    def deliver(self, *answer_ids: str, whole: bool) -> None:
+        self._sessions.events.append(("delivered", self._name, list(answer_ids), whole))
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        return sum(len(message.content.split()) for message in request.messages)
+
+    def recorded(self, answer_id: str) -> None:
+        return None
+
+    def leave_out(self, names: Sequence[str]) -> None:
+        pass
+
+    def store(self, answer_id: str, parsed: ParsedRequest) -> None:
+        pass
+
+
 class FakeSessions(OpenSessions):
     """Gives the answers of `script`, one entry a call, and then the default answer. An error in it is raised."""
 
@@ -50,25 +89,8 @@ class FakeSessions(OpenSessions):
         self.events.append(("create", task))
         return f"s{len(self.events)}"
 
-    async def answer(self, session: str, request: ChatRequest | PromptRequest) -> Sequence[Answer]:
-        self.requests.append(request)
-        self.events.append(("answer", session))
-        if self.gate is not None:
-            try:
-                await self.gate.wait()
-            except asyncio.CancelledError:
-                self.events.append(("cancelled", session))
-                raise
-        answers = self.script.pop(0) if self.script else [make_answer(number=n) for n in range(request.num_answers)]
-        if isinstance(answers, BaseException):
-            raise answers
-        return answers
-
-    def delivered(self, session: str, answer_ids: Sequence[str], whole: bool) -> None:
-        self.events.append(("delivered", session, list(answer_ids), whole))
-
-    async def count_tokens(self, session: str, request: ChatRequest) -> int:
-        return sum(len(message.content.split()) for message in request.messages)
+    def find(self, session: str) -> Any:
+        return FakeSession(session, self)
 
     async def reward(self, session: str, reward: Reward) -> None:
         self.events.append(("reward", session, reward))

@@ -101,7 +101,7 @@ class SandboxedCommands:
     def __init__(self, config: SandboxConfig, shown: Sequence[Shown]):
         self._config, self._launcher = config, CommandLauncher(config, shown)
 
-    async def start(self, command: AgentCommand) -> tuple[ChildProcess, int]:
+    async def __call__(self, command: AgentCommand) -> tuple[ChildProcess, int]:
         """Start a command. Raises SandboxUnavailableError, and OSError and ValueError for a prompt that can be no
         argument."""
         url = urlsplit(command.connection.server_url)

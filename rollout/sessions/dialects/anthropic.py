@@ -41,10 +41,9 @@ class AnthropicMessages(Dialect):
     prefix = "msg_"
     keepalive = PING
 
-    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
-        prompt = _prompt(fields)
+    def read(self, fields: Fields, recorded: Recorded) -> ParsedRequest:
         request = replace(
-            prompt,
+            _prompt(fields),
             max_tokens=fields.integer("max_tokens", 1),
             stop=fields.texts("stop_sequences"),
             sampling=fields.numbers(*SAMPLING),
@@ -54,7 +53,7 @@ class AnthropicMessages(Dialect):
         is_stream = fields.flag("stream")
         if request.max_tokens is None:
             raise fields.refuse("max_tokens", None, "a positive integer")
-        return ParsedRequest(request=request, model=model, created=created, is_stream=is_stream)
+        return ParsedRequest(request=request, is_stream=is_stream)
 
     def body(self, parsed: ParsedRequest, answers: Sequence[Answer]) -> dict[str, Any]:
         (answer,) = answers
@@ -119,15 +118,12 @@ def _message(fields: Fields) -> list[Message]:
     role = fields.choice("role", ("user", "assistant", "system"), "")
     content = fields.take("content")
     if isinstance(content, str):
-        blocks = [fields.within({"type": "text", "text": content}, fields.path("content"))]
-    elif isinstance(content, list):
-        blocks = [fields.within(item, f"{fields.path('content')}[{index}]") for index, item in enumerate(content)]
-    else:
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
         raise fields.refuse("content", content, "a string or a list of blocks")
+    blocks = [*fields.each("content", content)]
     fields.end()
-    if role == "assistant":
-        return [_assistant(blocks)]
-    return _texts_and_results(Role(role), blocks)
+    return [_assistant(blocks)] if role == "assistant" else _texts_and_results(Role(role), blocks)
 
 
 def _texts_and_results(role: Role, blocks: Sequence[Fields]) -> list[Message]:

@@ -10,7 +10,7 @@ from rollout.chat.messages import Answer, ChatRequest, Finish
 from rollout.http.answers import openai_error
 from rollout.sessions.dialects.fields import Fields
 from rollout.sessions.dialects.rule import BOOKKEEPING, HINTS, REFUSED, LeftOut
-from rollout.sessions.dialects.tools import OfferedTool, Offers
+from rollout.sessions.dialects.tools import Offers
 from rollout.sessions.errors import SessionError
 
 Recorded = Callable[[str], Answer | None]
@@ -33,37 +33,14 @@ CUT_SHORT = (Finish.length, Finish.abort)
 a "length"."""
 
 
-def no_answer(answer_id: str) -> None:
-    """Return None: the session has given no answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRequest:
-    """A request to continue a text or token ids, with no messages and no template around them.
-
-    Example: PromptRequest(prompt="2 + 2 =", max_tokens=4)
-    """
-
-    prompt: str | tuple[int, ...]
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    num_answers: int = 1
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """The parameters that the harness asked for: temperature, top_p, penalties. Training samples by its own."""
-    wants_logprobs: bool = False
-    wants_token_ids: bool = False
-    is_retry: bool = False
-    """True if the client says that it sends the request again."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """A request, and the fields of its body that decide about the form of the answer."""
 
-    request: ChatRequest | PromptRequest
-    model: str
+    request: ChatRequest
+    model: str = ""
     """The client's name of the policy, which the answer repeats."""
-    created: int
+    created: int = 0
     """Unix time in seconds."""
     is_stream: bool = False
     with_usage: bool = False
@@ -83,7 +60,7 @@ class Dialect(ABC):
     keepalive: ClassVar[bytes] = COMMENT
     """The bytes that a stream sends while its answer is being generated."""
 
-    def parse(self, body: Any, created: int, recorded: Recorded = no_answer) -> ParsedRequest:
+    def parse(self, body: Any, created: int, recorded: Recorded = lambda _: None) -> ParsedRequest:
         """Return the request in the body of a call. Raises BadRequestError.
 
         Args:
@@ -91,12 +68,13 @@ class Dialect(ABC):
         """
         left_out = LeftOut()
         fields = Fields(body, left_out=left_out)
-        parsed = self.read(fields, fields.must_have_text("model"), created, recorded)
+        model = fields.must_have_text("model")
+        parsed = self.read(fields, recorded)
         end_by_rule(fields)
-        return replace(parsed, left_out=left_out.names)
+        return replace(parsed, model=model, created=created, left_out=left_out.names)
 
     @abstractmethod
-    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
+    def read(self, fields: Fields, recorded: Recorded) -> ParsedRequest:
         """Read the fields of this dialect that decide about the answer, for `end_by_rule` to end the others. Raises
         BadRequestError."""
 
@@ -164,10 +142,6 @@ def text_format(fields: Fields, name: str) -> None:
         fields.leave_out(name, "json_schema that is not strict", value)
         return
     raise fields.refuse(name, value, 'only null or {"type": "text"}, because answers are sampled freely')
-
-
-def offers_by_name(tools: Sequence[OfferedTool]) -> Offers:
-    return {tool.spec.name: tool for tool in tools}
 
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollout.chat.messages import ToolSpec
@@ -114,8 +114,12 @@ class Fields:
         value = self.take(name)
         if value is not None and not isinstance(value, list):
             raise self.refuse(name, value, "a list of objects")
-        for index, item in enumerate(value or ()):
-            yield self.within(item, f"{self.path(name)}[{index}]")
+        yield from self.each(name, value or ())
+
+    def each(self, name: str, values: Iterable[Any]) -> Iterator["Fields"]:
+        """Yield the objects of a list that was taken."""
+        for index, value in enumerate(values):
+            yield self.within(value, f"{self.path(name)}[{index}]")
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return the texts of a string or a list of strings. An empty one would end every answer at once."""
@@ -199,8 +203,7 @@ def joined_text(
         return value or ""
     if not isinstance(value, list):
         raise fields.refuse(name, value, "a string or a list of text parts")
-    parts = (fields.within(item, f"{fields.path(name)}[{index}]") for index, item in enumerate(value))
-    texts = [_part(part, kinds, has_notes) for part in parts]
+    texts = [_part(part, kinds, has_notes) for part in fields.each(name, value)]
     return "".join(text for text in texts if without is None or not text.startswith(without))
 
 

@@ -10,11 +10,9 @@ from rollout.sessions.dialects.dialect import (
     SAMPLING,
     Dialect,
     ParsedRequest,
-    PromptRequest,
     Recorded,
     event,
     num_sampled_tokens,
-    offers_by_name,
     template_options,
     text_format,
 )
@@ -81,7 +79,7 @@ class OpenAIChat(_Choices):
     prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
+    def read(self, fields: Fields, recorded: Recorded) -> ParsedRequest:
         is_stream, with_usage = _stream_options(fields)
         tools = chat_tools(fields)
         request = ChatRequest(
@@ -99,11 +97,9 @@ class OpenAIChat(_Choices):
         text_format(fields, "response_format")
         return ParsedRequest(
             request=request,
-            model=model,
-            created=created,
             is_stream=is_stream,
             with_usage=with_usage,
-            offers=offers_by_name(tools),
+            offers={tool.spec.name: tool for tool in tools},
         )
 
     def _choice(self, parsed: ParsedRequest, index: int, answer: Answer) -> dict[str, Any]:
@@ -147,9 +143,9 @@ class OpenAICompletions(_Choices):
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
+    def read(self, fields: Fields, recorded: Recorded) -> ParsedRequest:
         is_stream, with_usage = _stream_options(fields)
-        request = PromptRequest(
+        request = ChatRequest(
             prompt=_prompt(fields),
             max_tokens=fields.integer("max_tokens", 1),
             stop=fields.texts("stop"),
@@ -159,7 +155,7 @@ class OpenAICompletions(_Choices):
             wants_token_ids=fields.flag("return_token_ids"),
         )
         fields.only("best_of", request.num_answers)
-        return ParsedRequest(request=request, model=model, created=created, is_stream=is_stream, with_usage=with_usage)
+        return ParsedRequest(request=request, is_stream=is_stream, with_usage=with_usage)
 
     def _choice(self, parsed: ParsedRequest, index: int, answer: Answer) -> dict[str, Any]:
         choice = {"index": index, "text": answer.message.content, "finish_reason": _finish(answer)}

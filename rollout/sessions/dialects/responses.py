@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from rollout.chat.messages import Answer, ChatRequest, Message, Role, ToolCall
 from rollout.http.answers import openai_error
@@ -15,7 +15,6 @@ from rollout.sessions.dialects.dialect import (
     event,
     id_without,
     num_sampled_tokens,
-    offers_by_name,
     template_options,
     text_format,
 )
@@ -66,13 +65,14 @@ FOREIGN = (
 class OpenAIResponses(Dialect):
     prefix = "resp_"
 
-    def read(self, fields: Fields, model: str, created: int, recorded: Recorded) -> ParsedRequest:
+    def read(self, fields: Fields, recorded: Recorded) -> ParsedRequest:
         is_stream = fields.flag("stream")
         instructions, previous = fields.text("instructions"), fields.text("previous_response_id")
         tools = response_tools(fields)
         messages = _messages(fields, instructions, recorded, tools)
         # An item may bring a tool once more, as it is from then on.
-        tools = list({tool.spec.name: tool for tool in with_names_apart(fields, tools)}.values())
+        offers = {tool.spec.name: tool for tool in with_names_apart(fields, tools)}
+        tools = list(offers.values())
         request = ChatRequest(
             messages=messages,
             tools=tuple(tool.spec for tool in tools),
@@ -85,12 +85,13 @@ class OpenAIResponses(Dialect):
         if previous is not None and request.previous is None:
             raise fields.refuse("previous_response_id", previous, f'the id of a response, "{self.prefix}..."')
         _check_options(fields)
+        choice = request.tool_choice
         echoed = {
             "instructions": instructions,
             "previous_response_id": previous,
             "max_output_tokens": request.max_tokens,
             "tools": [_tool_body(tool) for tool in tools],
-            "tool_choice": _choice_body(request.tool_choice),
+            "tool_choice": choice if choice in WORDS else {"type": "function", "name": choice},
             "metadata": {},
             "parallel_tool_calls": True,
             "temperature": None,
@@ -98,11 +99,9 @@ class OpenAIResponses(Dialect):
         }
         return ParsedRequest(
             request=request,
-            model=model,
-            created=created,
             is_stream=is_stream,
             echoed=echoed,
-            offers=offers_by_name(tools),
+            offers=offers,
             is_stored=fields.flag("store", default=True),
         )
 
@@ -157,7 +156,7 @@ class OpenAIResponses(Dialect):
 def parse_input(body: Any, recorded: Recorded) -> ChatRequest:
     """Return a request whose prompt is only counted. Raises BadRequestError."""
     with_model = {"model": "", **body} if isinstance(body, Mapping) else body
-    return cast("ChatRequest", OpenAIResponses().parse(with_model, 0, recorded).request)
+    return OpenAIResponses().parse(with_model, 0, recorded).request
 
 
 def _messages(
@@ -181,8 +180,7 @@ def _parsed_items(
 ) -> Iterator[Message]:
     """Yield the items as messages of their own, without those that are left out and those that only bring tools."""
     follows_result = False
-    for index, value in enumerate(items):
-        item = fields.within(value, f"input[{index}]")
+    for item in fields.each("input", items):
         kind = item.text("type", "message")
         if kind == "item_reference":
             item, kind = _referred(item, recorded)
@@ -203,17 +201,13 @@ def _referred(fields: Fields, recorded: Recorded) -> tuple[Fields, str]:
     """Return the item that a reference names, as it was given, and its type."""
     item_id = fields.must_have_text("id")
     fields.end()
-    for prefix in (MESSAGE, REASONING, CALL, CUSTOM_CALL):
+    for prefix, kinds in ((MESSAGE, ("message",)), (REASONING, ("reasoning",)), (CALL, CALLS), (CUSTOM_CALL, CALLS)):
         name = id_without(prefix, item_id) or ""
-        answer = recorded(name.rpartition("_")[0] if prefix in (CALL, CUSTOM_CALL) else name)
+        answer = recorded(name.rpartition("_")[0] if kinds is CALLS else name)
         for item in () if answer is None else _items(answer, {}):
-            if item["id"].partition("_")[2] == item_id.partition("_")[2] and item["type"] in _kinds_of(prefix):
+            if item["id"].partition("_")[2] == item_id.partition("_")[2] and item["type"] in kinds:
                 return fields.within(item, fields.where), item["type"]
     raise fields.refuse("id", item_id, "the id of an item that this session has given")
-
-
-def _kinds_of(prefix: str) -> tuple[str, ...]:
-    return {MESSAGE: ("message",), REASONING: ("reasoning",)}.get(prefix, CALLS)
 
 
 def _item(fields: Fields, kind: str | None, follows_result: bool) -> Message:
@@ -378,7 +372,3 @@ def _tool_body(tool: OfferedTool) -> dict[str, Any]:
         "parameters": dict(tool.spec.parameters),
         "strict": False,
     }
-
-
-def _choice_body(choice: str) -> Any:
-    return choice if choice in WORDS else {"type": "function", "name": choice}

@@ -11,7 +11,6 @@ from rollout.chat.messages import ChatRequest, Finish, Message, Role, ToolSpec
 from rollout.chat.verification import Cause
 from rollout.sessions.tree.canonical import Paths, answered_calls, head_digest, num_system, request_digest, tools_digest
 from rollout.sessions.tree.generation import Delivery, Generation, Names, Place, State
-from rollout.types import IntArray
 
 MIN_QUOTE = 20
 """The characters that a line must have to count as a quote: shorter lines are repeated by chance."""
@@ -147,7 +146,8 @@ class TreeIndex:
         tokens it begins with."""
         ids, attachment = np.asarray(prompt_ids, np.int32), self.attach(request)
         finished = (generation for generation in reversed(self._generations) if generation.state is State.finished)
-        parent = next((generation.number for generation in finished if _begins_with(ids, generation.token_ids)), None)
+        starts = ((generation.number, generation.token_ids) for generation in finished)
+        parent = next((number for number, start in starts if np.array_equal(ids[: len(start)], start)), None)
         key = parent, attachment.digest
         return replace(
             attachment,
@@ -194,7 +194,7 @@ class TreeIndex:
         """Return all messages, and the last answer among them that an id names."""
         if request.previous is None:
             return request.messages, self._last_named(request.messages)
-        number = self._answered(request.previous)
+        number = self.answered(request.previous)
         if number is None:
             raise UnknownGenerationError(
                 f"previous={request.previous!r}: must be the id of an answer that this session has given"
@@ -209,18 +209,18 @@ class TreeIndex:
         for index in range(len(messages) - 1, -1, -1):
             message = messages[index]
             if message.role is Role.tool and message.call_id is not None and by_result is None:
-                by_result = self._answered(message.call_id)
+                by_result = self.answered(message.call_id)
             elif message.role is Role.assistant:
                 names = [call.call_id for call in message.tool_calls] + [message.signature or ""]
-                numbers = [number for name in names if (number := self._answered(name)) is not None]
+                numbers = [number for name in names if (number := self.answered(name)) is not None]
                 number = numbers[-1] if numbers else by_result
                 if number is not None:
                     return AnswerPosition(index, number)
                 by_result = None
         return None
 
-    def _answered(self, name: str) -> int | None:
-        """Return the finished generation that an id belongs to."""
+    def answered(self, name: str) -> int | None:
+        """Return the finished generation that an id belongs to; None for any other id."""
         number = self._names.number(name)
         if number is None or number >= len(self._generations):
             return None
@@ -297,10 +297,6 @@ def _rank(call: Sequence[Generation], is_retry: bool) -> int | None:
     if any(generation.state is State.running for generation in call):
         return 2
     return 1 if any(generation.delivery is Delivery.pending for generation in call) else 0
-
-
-def _begins_with(ids: IntArray, start: IntArray) -> bool:
-    return np.array_equal(ids[: len(start)], start)
 
 
 def _is_quoted(answer: Message, conversation: Sequence[Message]) -> bool:

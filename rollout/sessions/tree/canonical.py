@@ -37,14 +37,11 @@ def _number(text: str) -> float:
 def canonical(message: Message, call: int = -1) -> str:
     """Return a text that is equal for equal messages. `call` is the place of the call that a tool's result answers, as
     in `answered_calls`."""
-    content = message.content.strip() if message.role is Role.assistant else message.content
+    content, name = message.content, message.name
+    if message.role is Role.assistant:  # harnesses name the policy as they like, which the policy never did
+        content, name = content.strip(), None
     calls = [[tool_call.name, canonical_arguments(tool_call.arguments)] for tool_call in message.tool_calls]
-    return json.dumps([message.role.value, content, calls, call, name_of(message)])
-
-
-def name_of(message: Message) -> str | None:
-    """Return the name of who speaks. Harnesses name the policy as they like, which the policy never did."""
-    return None if message.role is Role.assistant else message.name
+    return json.dumps([message.role.value, content, calls, call, name])
 
 
 def answered_calls(messages: Iterable[Message]) -> list[int]:

@@ -13,7 +13,6 @@ from rollout.chat.verification import Cause
 from rollout.types import EMPTY, Completion, IntArray
 
 
-@dataclass(frozen=True, slots=True)
 class Names:
     """The ids that clients see of a session's answers and tool calls.
 
@@ -22,11 +21,9 @@ class Names:
     Example: Names("a").call_id(3, 0) == "call_3_0_ca978112", and Names("a").number("call_3_0_ca978112") == 3
     """
 
-    session: str
-    _mark: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_mark", sha256(self.session.encode()).hexdigest()[:8])
+    def __init__(self, session: str):
+        self.session = session
+        self._mark = sha256(session.encode()).hexdigest()[:8]
 
     def answer_id(self, number: int) -> str:
         """Return the id of an answer, which is also the signature of its block of thinking."""

@@ -110,7 +110,7 @@ def to_sequence(row: Sequence[Generation], rewards: Mapping[int, float], rewarde
     parts, masks, turn_rewards = [EMPTY], [np.empty(0, np.bool_)], []
     length = start = len(row[0].prompt_ids)
     for generation in row:
-        observed = _unsampled(generation, length)
+        observed = Completion.unsampled(generation.prompt_ids[length:])
         sampled = generation.completion
         parts += [observed, sampled]
         masks += [np.zeros(observed.num_tokens, np.bool_), np.ones(sampled.num_tokens, np.bool_)]
@@ -120,13 +120,6 @@ def to_sequence(row: Sequence[Generation], rewards: Mapping[int, float], rewarde
             turn_rewards.append(TurnReward(length - start, rewards.get(generation.number, 0.0), earlier))
     sequence = TokenSequence.of((), Completion.concatenate(parts), np.concatenate(masks))
     return replace(sequence, prompt_ids=row[0].prompt_ids, turn_rewards=tuple(turn_rewards))
-
-
-def _unsampled(generation: Generation, start: int) -> Completion:
-    """Return the tokens of the prompt from `start` on, which nobody sampled."""
-    token_ids = generation.prompt_ids[start:]
-    logprobs = np.zeros(len(token_ids), np.float32)
-    return Completion(token_ids=token_ids, logprobs=logprobs, spans=(), finish_reason="")
 
 
 def statistics(generations: Sequence[Generation], num_repeated: int) -> SessionStatistics:

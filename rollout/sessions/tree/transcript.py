@@ -72,6 +72,10 @@ class Transcript:
             raise ValueError(f"generation {number}: this session has {len(self._generations)}, counted from 0")
         return self._generations[number]
 
+    def answered(self, name: str) -> int | None:
+        """Return the finished generation that an id of ours belongs to; None for any other id."""
+        return self._index.answered(name)
+
     def history(self, number: int) -> tuple[Message, ...]:
         """Return the conversation that ends with the answer of a generation, as the policy has read it."""
         return self._index.history(self.generation(number).number)
@@ -101,8 +105,6 @@ class Transcript:
     def repeat(self, attachment: Attachment) -> tuple[Generation, ...]:
         """Return the generations that answer a request which was sent before. An answer that was lost is on its way
         again: `deliver` says whether it arrives."""
-        if not attachment.recorded:
-            raise ValueError("the request was not sent before: begin its generations")
         self._num_repeated += 1
         for number in attachment.recorded:
             if self._generations[number].delivery is Delivery.lost:
@@ -129,10 +131,6 @@ class Transcript:
     def finish(self, number: int, completion: Completion, answer: Message, finish: Finish) -> Generation:
         """Record the answer. Its tool calls must have the ids `names.call_id(number, 0)`, 1, ..."""
         generation = self._running(number)
-        if not len(generation.prompt_ids):
-            raise ValueError(f"generation {number}: set its prompt before its answer")
-        if finish is Finish.abort:
-            raise ValueError(f"generation {number}: what was aborted has no answer, cancel it")
         expected = [self.names.call_id(number, index) for index in range(len(answer.tool_calls))]
         if [call.call_id for call in answer.tool_calls] != expected:
             raise ValueError(f"generation {number}: its tool calls must have the ids {expected}, not {answer}")
@@ -167,8 +165,7 @@ class Transcript:
         if answer_id is None:
             self.rewards = replace(self.rewards, value=value, metrics=metrics)
             return
-        number = self.names.number(answer_id)
-        if number is None or number >= len(self._generations) or self._generations[number].answer is None:
+        if (number := self.answered(answer_id)) is None:
             raise ValueError(f"reward for {answer_id!r}: must be the id of an answer that this session has given")
         self.rewards = replace(self.rewards, turns={**self.rewards.turns, number: value}, metrics=metrics)
 

@@ -1,7 +1,7 @@
 """The app of a replica: chats end where the project's rollouts end."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +10,7 @@ from fastapi import FastAPI
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 from rollout.engines.vllm.openai_app import stop_where_turns_end
-from tests.support.chat_models import FAMILIES
-from trainer.tiny.chat_templates import build_tokenizer
+from tests.support.chat_models import base_tokenizer
 
 
 @dataclass
@@ -25,8 +24,7 @@ class Handler:
 @pytest.mark.parametrize("handler", ["openai_serving_chat", "anthropic_serving_messages"])
 def test_chats_end_where_the_template_ends_turns_and_where_vllm_ends_them(handler: str) -> None:
     """A base model: its tokenizer and its generation config do not know the template's end."""
-    family = replace(FAMILIES["qwen2.5"], eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>"))
-    tokenizer = build_tokenizer(family)
+    tokenizer = base_tokenizer()
     app = FastAPI()
     app.state.openai_serving_chat, app.state.anthropic_serving_messages = Handler(), Handler()
     app.state.openai_serving_completion = None

@@ -18,7 +18,7 @@ from rollout.chat.template import tool_dict
 from rollout.prompts import Row
 from rollout.types import GenerationRequest, Prompt
 from tests.support.chat_models import chat_tokenizer
-from tests.support.episodes import make_task
+from tests.support.episodes import error_of, make_task
 from tests.support.harnesses import Policy
 from tests.support.sequences import only
 
@@ -99,7 +99,7 @@ def test_first_messages_need_a_prompt_of_the_chat_template() -> None:
     loop = loop_of(tokenizer, [Message(role=Role.user, content="Hi.")])
     plain = Prompt(ordinal=0, text="Add!", token_ids=tuple(tokenizer.encode("Add!")), ground_truth="")
     episode = play(loop, plain, [])
-    assert episode.result is not None and "set data.chat_template=true" in (episode.result.error or "")
+    assert "set data.chat_template=true" in error_of(episode)
 
 
 def test_a_prompt_without_a_chat_template_cannot_show_tools() -> None:

@@ -5,7 +5,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,31 +18,15 @@ from rollout.agents.multi_turn import MultiTurn
 from rollout.chat.messages import Message, Role, ToolCall
 from rollout.progress import Attempt
 from rollout.types import Completion, GenerationRequest, SamplingParams, Trajectory
-from tests.support.characters import EOS, Characters
+from tests.support.characters import EOS, Characters, Repeats
 from tests.support.chats import FakeChat
-from tests.support.episodes import episodes_of, make_task
-from tests.support.fakes import make_completion, make_prompt, now, run_virtual
+from tests.support.episodes import episodes_of, error_of, make_task
+from tests.support.fakes import make_prompt, now, run_virtual
 from tests.support.rollouts import group_of
 from tests.support.scenes import GROUP_SIZE, Scene
 from tests.support.sequences import only
 
 OWN = {"turns": 1.0, "cut_observations": 0.0, "failed_closes": 0.0}
-
-
-@dataclass
-class Policy:
-    """Says the same at every turn. Version 3 samples it."""
-
-    text: str = "ab"
-    requests: list[GenerationRequest] = field(default_factory=list)
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        self.requests += requests
-        return [self._say(request) for request in requests]
-
-    def _say(self, request: GenerationRequest) -> Completion:
-        token_ids = [*map(ord, self.text), EOS][: request.sampling.max_tokens]
-        return make_completion(token_ids, [3] * len(token_ids), "stop" if token_ids[-1] == EOS else "length")
 
 
 class Recorded:
@@ -77,11 +61,11 @@ def loop_of(environment: Any, **options: Any) -> MultiTurn:
 
 
 def play(
-    environment: Any, policy: Policy | None = None, episode_task: EpisodeTask | None = None, **options: Any
+    environment: Any, policy: Repeats | None = None, episode_task: EpisodeTask | None = None, **options: Any
 ) -> Episode:
     loop = loop_of(environment, **options)
     run = run_virtual if loop.chat is None else asyncio.run  # a thread takes no virtual time
-    episode = run(loop.run_episode(episode_task or make_task(), (policy or Policy()).generate))
+    episode = run(loop.run_episode(episode_task or make_task(), (policy or Repeats()).generate))
     return episode
 
 
@@ -93,7 +77,7 @@ def text_of(episode: Episode) -> str:
 
 
 def test_the_first_observation_is_read_and_not_trained() -> None:
-    environment, policy = Recorded(Step(done=True), first="XY"), Policy()
+    environment, policy = Recorded(Step(done=True), first="XY"), Repeats()
     episode = play(environment, policy)
     assert environment.events == ["reset", "step ab", "close"]
     assert text_of(episode) == "XYab\0"
@@ -129,18 +113,18 @@ def test_an_environment_that_cannot_begin_leaves_its_episode_without_a_reward() 
         async def reset(self) -> Observation:
             raise OSError("no world")
 
-    environment, policy = Broken(), Policy()
+    environment, policy = Broken(), Repeats()
     episode = play(environment, policy)
-    assert episode.result is not None and episode.result.error == "OSError: no world"
+    assert error_of(episode) == "OSError: no world"
     assert (episode.sequences, policy.requests, environment.events) == ((), [], ["close"])
 
 
 def test_a_first_observation_without_room_for_an_answer_leaves_its_episode_without_a_reward() -> None:
     """The policy was not asked: a reward would be of something else."""
-    policy = Policy()
+    policy = Repeats()
     episode = play(Recorded(first="XY"), policy, make_task(max_tokens=2))
     assert (episode.sequences, policy.requests) == ((), [])
-    assert episode.result is not None and episode.result.error == (
+    assert error_of(episode) == (
         "ValueError: the environment begins with 2 tokens, which leaves the policy none of "
         "rollout.max_response_tokens=2"
     )
@@ -179,7 +163,7 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
     async def scenario() -> tuple[list[Episode], float]:
         longest, last = 0.0, time.monotonic()
-        running = asyncio.create_task(episodes_of(loop, [make_task()] * 8, Policy().generate))
+        running = asyncio.create_task(episodes_of(loop, [make_task()] * 8, Repeats().generate))
         while not running.done():
             await asyncio.sleep(0.005)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -194,9 +178,8 @@ def test_a_plain_environment_runs_in_threads_and_never_on_the_event_loop() -> No
 
 
 def test_a_plain_step_has_a_deadline() -> None:
-    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(make_task(), Policy().generate))
-    assert episode.result is not None
-    assert episode.result.error == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
+    episode = asyncio.run(loop_of(Blocking(0.2), step_timeout_s=0.05).run_episode(make_task(), Repeats().generate))
+    assert error_of(episode) == "TimeoutError: a reset of the environment took longer than step_timeout_s=0.05"
 
 
 # -- turns and observations --------------------------------------------------------------------------------------------
@@ -237,7 +220,7 @@ def render(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Messa
 
 
 def test_messages_are_rendered_after_all_that_came_before() -> None:
-    policy = Policy()
+    policy = Repeats()
     seen: list[tuple[Sequence[int], Turn | None]] = []
 
     def noting(token_ids: Sequence[int], turn: Turn | None, messages: Sequence[Message]) -> list[int] | None:
@@ -266,8 +249,8 @@ def test_messages_are_rendered_after_all_that_came_before() -> None:
     ],
 )
 def test_what_cannot_be_rendered_is_an_error(text: str, options: Any, observation: Any, error: str) -> None:
-    episode = play(Recorded(Step(observation=observation)), Policy(text), **options)
-    assert episode.result is not None and str(episode.result.error).startswith(error)
+    episode = play(Recorded(Step(observation=observation)), Repeats(text), **options)
+    assert error_of(episode).startswith(error)
 
 
 @pytest.mark.parametrize(
@@ -289,17 +272,17 @@ def test_long_observations_are_cut_and_counted(observation: Observation, respons
 
 
 def test_a_turn_has_a_cap_beside_that_of_the_response() -> None:
-    policy = Policy("a")
+    policy = Repeats("a")
     environment = Recorded(Step(observation="XYZ"), Step(observation="XYZ"), Step(done=True))
     episode = play(environment, policy, make_task(max_tokens=12), max_turn_tokens=3)
     assert [request.sampling.max_tokens for request in policy.requests] == [3, 3, 2]
     assert (text_of(episode), episode.finish_reason) == ("a\0XYZa\0XYZa\0", "stop")
-    cut = play(environment, Policy("abc"), max_turn_tokens=3)
+    cut = play(environment, Repeats("abc"), max_turn_tokens=3)
     assert (text_of(cut), cut.finish_reason, environment.events.count("step abc")) == ("abc", "length", 0)
 
 
 def test_a_loop_adds_its_own_stop_strings() -> None:
-    policy = Policy()
+    policy = Repeats()
     play(Recorded(Step(done=True)), policy, make_task(stop=("A",)), stop=("B",))
     assert policy.requests[0].sampling.stop == ("A", "B")
 
@@ -337,7 +320,7 @@ def test_counts_are_summed_and_of_metrics_the_last_holds(values: list[tuple[int,
 )
 def test_a_step_that_is_none_leaves_its_episode_without_a_reward(make_step: Callable[[], Any], error: str) -> None:
     episode = play(Recorded(make_step()))
-    assert episode.result is not None and str(episode.result.error).startswith(error)
+    assert error_of(episode).startswith(error)
 
 
 def test_what_environments_share_is_closed_at_the_end_of_the_run_whatever_one_of_them_raises() -> None:

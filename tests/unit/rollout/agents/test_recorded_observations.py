@@ -17,8 +17,8 @@ from rollout.chat.messages import Message, Role
 from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.request_ids import RequestId
 from rollout.snapshot import capture, decode, encode, restore
-from rollout.types import Completion, GenerationRequest, SamplingParams
-from tests.support.characters import Characters
+from rollout.types import GenerationRequest, SamplingParams
+from tests.support.characters import Characters, Repeats
 from tests.support.chats import FakeChat
 from tests.support.episodes import make_task
 from tests.support.fakes import make_completion, run_virtual
@@ -109,23 +109,12 @@ class Says:
         return Step(observation=rest[0]) if rest else Step(done=True)
 
 
-@dataclass
-class Policy:
-    """Says "ab" in every turn."""
-
-    requests: list[GenerationRequest] = field(default_factory=list)
-
-    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        self.requests += requests
-        return [make_completion([97, 98], [0, 0], "stop") for _ in requests]
-
-
-def play(says: Says, policy: Policy, recorded: dict[int, PartialCompletion], chat: FakeChat | None = None) -> Episode:
+def play(says: Says, policy: Repeats, recorded: dict[int, PartialCompletion], chat: FakeChat | None = None) -> Episode:
     loop = MultiTurn(lambda prompt: says, Characters(), max_turns=4, chat=chat)
     return asyncio.run(loop.run_episode(make_task(recorded=recorded), policy.generate))
 
 
-def recorded_in(policy: Policy) -> dict[int, PartialCompletion]:
+def recorded_in(policy: Repeats) -> dict[int, PartialCompletion]:
     """Return the observations as a replica reports them and a checkpoint keeps them."""
     return {
         request.request_id.turn: PartialCompletion(
@@ -137,7 +126,7 @@ def recorded_in(policy: Policy) -> dict[int, PartialCompletion]:
     }
 
 
-def observed_in(policy: Policy) -> list[list[int]]:
+def observed_in(policy: Repeats) -> list[list[int]]:
     return [request.observed.tolist() for request in policy.requests if request.observed is not None]
 
 
@@ -159,7 +148,7 @@ CHAT = FakeChat(lambda ids, turn, messages: [ord(letter) for message in messages
 def test_the_policy_reads_what_was_recorded_and_the_environment_is_told(
     first: list[Observation], later: list[Observation], chat: FakeChat | None, heard: list[str | None]
 ) -> None:
-    policy, again, says, now = Policy(), Policy(), Says(first), Says(later)
+    policy, again, says, now = Repeats(), Repeats(), Says(first), Says(later)
     expected = play(says, policy, {}, chat)
     episode = play(now, again, recorded_in(policy), chat)
     assert only(episode).response_ids.tolist() == only(expected).response_ids.tolist()
@@ -178,10 +167,10 @@ def test_the_policy_reads_what_was_recorded_and_the_environment_is_told(
     ids=["other turns", "not recorded"],
 )
 def test_what_belongs_to_other_turns_is_not_heard(spoil: Any) -> None:
-    policy, now = Policy(), Says(["W", "X", "Y"])
+    policy, now = Repeats(), Says(["W", "X", "Y"])
     play(Says(["w", "x", "y"]), policy, {})
     recorded = recorded_in(policy) | {1: spoil(recorded_in(policy)[1])}
-    episode = play(now, Policy(), recorded)
+    episode = play(now, Repeats(), recorded)
     text = Characters().decode(only(episode).response_ids, True)
     assert text == "wabXabYab", "from there on it is another episode"
     assert [turn.recorded for turn in now.turns] == [None] * 3

@@ -28,7 +28,7 @@ from rollout.progress import Attempt
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support import plain_tools as plain
 from tests.support.characters import EOS, Characters
-from tests.support.episodes import make_task
+from tests.support.episodes import error_of, make_task
 from tests.support.fakes import make_completion, make_prompt
 from tests.support.harnesses import ClientHarness, Policy, run_one
 from tests.support.rollouts import group_of
@@ -317,7 +317,7 @@ def test_an_episode_whose_environment_is_lost_or_raises_has_failed_and_says_so(
         return list(episodes)
 
     failed, other = in_processes(scenario)
-    assert failed.result is not None and failed.result.error == error
+    assert error_of(failed) == error
     assert (failed.finish_reason, failed.metrics["turns"], failed.metrics["failed_closes"]) == ("stop", 2, 0)
     assert (tmp_path / "closed").exists() == (turn == "raise"), "what has ended cannot be closed"
     assert other.result is not None and other.result.reward == 1.5
@@ -353,11 +353,10 @@ def test_an_environment_that_cannot_be_sent_fails_its_episode_with_the_key_and_t
         pass
 
     episode = in_processes(lambda: play(Local, Says()))
-    assert episode.result is not None and episode.result.error is not None
-    assert episode.result.error.startswith(
+    assert error_of(episode).startswith(
         "ValueError: rollout.tools_run_in=process: the environment Local cannot be sent to a process: "
     )
-    assert episode.result.error.endswith(
+    assert error_of(episode).endswith(
         "Make what it holds in its reset, make its methods async, or set rollout.tools_run_in=thread"
     )
 
@@ -427,8 +426,8 @@ def test_idle_processes_of_tools_make_room_for_environments() -> None:
         while len(children()) > 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         assert len(children()) == 2, "rollout.tool_processes"
-        for environment in placed:
-            environment.end()
+        for process in placed:
+            processes.leave(process)
         assert (await call("power", base=3)).text == "9"
 
     in_processes(scenario)

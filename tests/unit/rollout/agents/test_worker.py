@@ -25,13 +25,12 @@ from rollout.types import (
     TrajectoryGroup,
     VersionSpan,
 )
-from tests.support.chat_models import FAMILIES
+from tests.support.chat_models import base_tokenizer
 from tests.support.fakes import make_prompt, now, run_virtual, settle
 from tests.support.letters import EOS, FakeReplica, FakeTokenizer
 from tests.support.rewards import CountsCalls, threaded
 from tests.support.rollouts import group_of
 from tests.support.sequences import only
-from trainer.tiny.chat_templates import build_tokenizer
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=8, seed=3)
 
@@ -130,8 +129,7 @@ def test_requests_carry_the_prompt_and_the_sampling_with_the_end_of_sequence_as_
 
 def test_rollouts_and_evaluations_of_chats_stop_where_the_template_ends_turns_too() -> None:
     """A base model: its own end is another one."""
-    family = replace(FAMILIES["qwen2.5"], eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>"))
-    tokenizer = build_tokenizer(family)
+    tokenizer = base_tokenizer()
     eos, end = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     for chat_template, ends in [(False, {eos}), (True, {eos, end})]:
         replica = FakeReplica("a")
@@ -474,16 +472,11 @@ class Tells(Delegates):
 
     def _between(self, episode: Episode) -> Episode:
         main, sub = episode.sequences
-        heard = observed(self.said)
+        heard = Completion.unsampled(np.array([*map(ord, self.said)], np.int32))
         parts = [heard, completion_of(sub), heard, completion_of(main), heard]
         mask = np.repeat([False, True, False, True, False], [part.num_tokens for part in parts])
         sequence = TokenSequence.of(main.prompt_ids, Completion.concatenate(parts), mask)
         return replace(episode, sequences=(sequence,), newest=-1)
-
-
-def observed(text: str) -> Completion:
-    token_ids = np.array([*map(ord, text)], np.int32)
-    return Completion(token_ids=token_ids, logprobs=np.zeros(len(text), np.float32), spans=(), finish_reason="")
 
 
 def completion_of(sequence: TokenSequence) -> Completion:

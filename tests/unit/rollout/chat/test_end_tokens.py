@@ -1,8 +1,6 @@
 """One set of end tokens, whoever asks for it."""
 
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -10,16 +8,10 @@ from rollout.agents.chat_turns import ChatTurns
 from rollout.chat.end_tokens import end_token_ids
 from rollout.chat.messages import Message, Role
 from rollout.chat.render import Renderer
-from tests.support.chat_models import FAMILIES, chat_tokenizer
-from trainer.tiny.chat_templates import build_tokenizer
+from tests.support.chat_models import FAMILIES, base_tokenizer, chat_tokenizer
 
 ASKED = Message(role=Role.user, content="2 + 2?")
 SAID = Message(role=Role.assistant, content="4")
-
-
-def base_tokenizer() -> Any:
-    """Return the tokenizer of a base model: its own end is not the one that its chat template writes."""
-    return build_tokenizer(replace(FAMILIES["qwen2.5"], eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>")))
 
 
 def test_chats_of_a_base_model_end_where_its_template_ends_turns() -> None:

@@ -253,8 +253,7 @@ def test_a_template_that_rewrites_its_history_is_found() -> None:
     session.ask(QUESTION)
     session.answer(said(), end_of_turn("mistral", Role.user))
     assert session.ask(NEXT) is not None
-    mismatch = session.mismatch()
-    assert mismatch.cause is Cause.template and "[AVAILABLE_TOOLS]" in mismatch.expected
+    assert session.mismatch() is Cause.template
 
 
 @pytest.mark.parametrize(
@@ -284,9 +283,6 @@ def test_the_end_tokens_of_the_generation_config_end_a_turn_too(tmp_path: Path) 
     for end in ("<|endoftext|>", "A"):
         parent = Parent(token_ids=[tokenizer.convert_tokens_to_ids(end)], ended=True)
         assert renderer.bridge(parent, [NEXT]) is None, "the template goes on from its own end only"
-    without = deepcopy(chat_tokenizer("qwen3"))
-    without.eos_token = None
-    assert Renderer(without).end_token_ids == (end_of_turn("qwen3", Role.user),)
 
 
 def test_ids_are_shown_as_they_are_where_the_template_takes_them() -> None:

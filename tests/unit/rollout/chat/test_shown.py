@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollout.chat.messages import Message, Role, ToolCall, ToolSpec
-from rollout.chat.shown import hidden_context, hidden_parts, is_trimmed
+from rollout.chat.shown import hidden_context, hidden_parts
 
 PARIS = ToolCall(call_id="0", name="weather", arguments='{"city": "Paris", "days": 2, "exact": true}')
 ROME = ToolCall(call_id="1", name="weather", arguments='{"city": "Rome"}')
@@ -73,7 +73,3 @@ def test_names_are_part_of_the_context() -> None:
     ]
     assert hidden_context(messages, (), "Ada: Hi. 20") == []
     assert hidden_context(messages, (), "user: Hi. 20") == ["messages[0].name"]
-
-
-def test_white_space_at_the_ends_may_be_trimmed() -> None:
-    assert is_trimmed(said(" 4"), "4") and not is_trimmed(said(" 4"), " 4")

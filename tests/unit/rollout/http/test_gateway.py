@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from configs.schema import ServeConfig, WeightSyncConfig
+from configs.schema import ServeConfig
 from configs.validate import ConfigError
 from rollout.http.access import Access
 from rollout.http.gateway import Proxy, gateway_app
@@ -18,9 +18,9 @@ from rollout.http.guard import Guard
 from rollout.http.replica_app import ReplicaControl
 from rollout.http.server import listen, listener_url, served
 from rollout.http.token import Token
-from rollout.replica.replica import RolloutReplica
 from rollout.router import ReplicaRouter
 from tests.support.fakes import ClockedEngine, settle
+from tests.support.http_clients import make_replica
 from tests.support.real_clock import on_real_clock
 
 URLS = {"r0": "http://replica-0", "r1": "http://replica-1"}
@@ -105,7 +105,7 @@ def gateway(
     router = ReplicaRouter(list(names), 99)
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     client = httpx.AsyncClient(transport=upstream, headers=headers)
-    control = ReplicaControl(RolloutReplica("r0", ClockedEngine(), WeightSyncConfig()))
+    control = ReplicaControl(make_replica(ClockedEngine()))
     made = None if token is None else Token(token, is_configured=False)
     access = Access.of(ServeConfig(), made, on_loopback=True)
     return Guard(gateway_app(control, Proxy(client, router, URLS, 10.0)), ServeConfig(), access), router

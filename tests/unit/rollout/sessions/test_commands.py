@@ -23,7 +23,7 @@ from rollout.agents.loop import Episode
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import CommandHarness, Connection, HarnessTask
 from rollout.types import GenerationRequest
-from tests.support.episodes import episodes_of
+from tests.support.episodes import episodes_of, error_of
 from tests.support.harnesses import Policy, episode_task, harness_loop
 from tests.support.real_clock import on_real_clock
 
@@ -120,7 +120,7 @@ async def test_no_text_of_a_prompt_is_read_by_the_shell(tmp_path: Path, prompt: 
 @on_real_clock
 async def test_a_prompt_that_can_be_no_argument_fails_its_episode_by_name(prompt: str, why: str) -> None:
     episode = await run("echo {prompt}", prompt)
-    assert episode.result is not None and why in (episode.result.error or "")
+    assert why in error_of(episode)
 
 
 @on_real_clock
@@ -157,7 +157,7 @@ async def test_a_named_agent_has_its_settings_in_its_home_and_its_environment(tm
     assert by["environment"]["MINE"] == "1" and by["argv"] == ["What is 6 times 7?", "a b"]
     async with harness_loop(CommandHarness(replace(agent, argv=("false",)))) as loop:
         episode = await loop.run_episode(episode_task(), Policy(is_42).generate)
-    assert episode.result is not None and "rollout.agent=mine: ended with exit code 1" in (episode.result.error or "")
+    assert "rollout.agent=mine: ended with exit code 1" in error_of(episode)
 
 
 # -- who rewards -------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ for reward in ({"value": 8e29}, {"value": 8e29, "turn": turn}):
 @on_real_clock
 async def test_rewards_whose_sum_is_no_reward_are_a_failure(tmp_path: Path) -> None:
     episode = await run(command(tmp_path, TWO_HALVES), command_reward=True)
-    assert episode.result is not None and "must be from -1e+30 to 1e+30, not 1.6e+30" in (episode.result.error or "")
+    assert "must be from -1e+30 to 1e+30, not 1.6e+30" in error_of(episode)
 
 
 # -- where it runs -----------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ async def test_folders_of_failed_episodes_are_kept_up_to_a_number_and_their_plac
         async with harness_loop(harness) as loop:
             for _ in range(3):
                 episode = await loop.run_episode(episode_task(), Policy(is_42).generate)
-                assert episode.result is not None and "exit code 5" in (episode.result.error or "")
+                assert "exit code 5" in error_of(episode)
     kept = [Path(message.rpartition(" ")[2]) for message in caplog.messages if "is kept" in message]
     assert sorted(kept) == sorted(folders.iterdir()) and len(kept) == 2
     assert (kept[0] / "home" / "made").read_text() == "x"
@@ -290,7 +290,7 @@ async def test_nothing_is_left_of_a_folder_whose_template_cannot_be_copied(tmp_p
     template.mkdir()
     os.mkfifo(template / "pipe")
     episode = await run("true", folder_template=str(template))
-    assert episode.result is not None and "is a named pipe" in (episode.result.error or "")
+    assert "is a named pipe" in error_of(episode)
     assert list(folders.iterdir()) == []
 
 
@@ -326,10 +326,9 @@ open(os.path.join(sys.argv[1], f"most-{most}"), "w")
 @on_real_clock
 async def test_a_command_that_fails_has_no_reward_and_says_why(tmp_path: Path) -> None:
     episode = await run(command(tmp_path, "sys.exit('no sandbox left')"))
-    assert episode.result is not None and episode.result.error is not None
-    assert "exit code 1" in episode.result.error and "no sandbox left" in episode.result.error
+    assert "exit code 1" in error_of(episode) and "no sandbox left" in error_of(episode)
     episode = await run("kill -SEGV $$")
-    assert episode.result is not None and "was killed by SIGSEGV" in (episode.result.error or "")
+    assert "was killed by SIGSEGV" in error_of(episode)
 
 
 LEAVES_CHILDREN = """
@@ -381,8 +380,7 @@ async def test_nothing_that_a_command_has_started_outlives_its_episode(
     monkeypatch.setattr("rollout.sessions.harness.END_S", 1.0)
     source = LEAVES_CHILDREN.replace("BEFORE", before).replace("SECONDS", str(seconds))
     episode = await run(command(tmp_path, source), timeout_s=2.0)
-    assert episode.result is not None and episode.result.error is not None
-    assert started_in(tmp_path) == []
+    assert error_of(episode) and started_in(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -410,7 +408,7 @@ async def test_a_command_may_remove_its_folder(tmp_path: Path, caplog: pytest.Lo
     script = command(tmp_path, 'ask("hi")')
     assert (await run(f"{script}; {removes}")).result is None, "it has failed in nothing"
     episode = await run(f"{removes}; exit 5")
-    assert episode.result is not None and "exit code 5" in (episode.result.error or "")
+    assert "exit code 5" in error_of(episode)
     assert "the output of a command cannot be kept" in caplog.text
 
 
@@ -423,7 +421,7 @@ async def test_what_a_command_has_started_is_ended_with_the_agent_worker(tmp_pat
     worker = f"""
 import asyncio, tempfile
 from rollout.sessions.harness import CommandHarness
-from tests.support.episodes import episodes_of
+from tests.support.episodes import episodes_of, error_of
 from tests.support.harnesses import Policy, run_one
 tempfile.tempdir = {str(tmp_path)!r}
 asyncio.run(run_one(CommandHarness({script!r}), Policy(lambda text, request: "")))

@@ -20,7 +20,7 @@ from rollout.progress import PartialCompletion, prompt_checksum
 from rollout.rewards.base import RewardResult
 from rollout.sessions.harness import Connection, HarnessTask
 from rollout.types import Completion, GenerationRequest
-from tests.support.episodes import episodes_of
+from tests.support.episodes import episodes_of, error_of
 from tests.support.harnesses import Policy, episode_task, harness_loop, run_one
 from tests.support.real_clock import on_real_clock
 
@@ -267,7 +267,7 @@ def test_a_harness_that_cancels_itself_has_failed() -> None:
         raise asyncio.CancelledError
 
     episode = asyncio.run(run_one(Function(gives_up), Policy(lambda text, request: "Yes.")))
-    assert episode.result is not None and "it has cancelled itself" in (episode.result.error or "")
+    assert "it has cancelled itself" in error_of(episode)
 
 
 @pytest.mark.parametrize(("on_limit", "reward", "turns"), [(OnLimit.train, 1.75, (0.75,)), (OnLimit.zero, 0.0, ())])
@@ -339,16 +339,15 @@ async def test_an_episode_without_a_token_has_failed_and_names_the_refusal_or_th
     for times in (1, 3):
         for content in ("word " * 2000, "word " * 2_000_000):
             episode = await run_one(asking(content, times), policy, max_tokens=50, on_limit=on_limit)
-            assert episode.result is not None and episode.sequences == ()
-            error = episode.result.error or ""
+            error = error_of(episode)
             assert f"it has reached {context}" in error and "and the prompt has" in error, error
-            assert episode.metrics["refused_requests"] == times - 1
+            assert (episode.sequences, episode.metrics["refused_requests"]) == ((), times - 1)
             assert ("the last of 2 requests that were refused: the session has reached" in error) == (times == 3)
         bad: Any = {"temperature": "hot"}
         episode = await run_one(asking("Hi", times, extra_body=bad), policy, on_limit=on_limit)
-        assert episode.result is not None and episode.metrics["refused_requests"] == times
-        error = episode.result.error or ""
+        error = error_of(episode)
         assert f"the last of {times} requests that were refused: temperature" in error, error
+        assert episode.metrics["refused_requests"] == times
         assert ("I give up" in error) == isinstance(returned, Exception)
     assert policy.sampled == {}
 
@@ -359,7 +358,7 @@ def test_a_harness_that_asks_for_nothing_has_a_failed_reward(returned: float | N
         return returned
 
     episode = asyncio.run(run_one(Function(idle), Policy(calls_then_answers)))
-    assert episode.sequences == () and episode.result is not None
+    assert episode.sequences == ()
     assert episode.result == RewardResult(reward=0.0, error="the harness has asked the policy for nothing")
 
 

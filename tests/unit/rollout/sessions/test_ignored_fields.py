@@ -11,6 +11,7 @@ import pytest
 from rollout.agents.loop import Episode
 from rollout.sessions.harness import Connection, HarnessTask
 from rollout.types import GenerationRequest
+from tests.support.episodes import error_of
 from tests.support.harnesses import ClientHarness, Policy, run_one
 
 USER: Any = {"role": "user", "content": "2 + 2?"}
@@ -67,7 +68,7 @@ def test_references_to_items_go_on_from_the_answer_that_they_name() -> None:
         return 1.0
 
     policy, episode = run(agent)
-    assert episode.result is not None and episode.result.error is None
+    assert error_of(episode) == ""
     (sequence,) = episode.sequences
     assert list(policy.prompts[1]) == sequence.token_ids[: len(policy.prompts[1])].tolist()
     assert int(sequence.loss_mask.sum()) == sum(each.num_tokens for each in policy.sampled.values())
@@ -99,4 +100,4 @@ def test_a_client_that_looks_for_the_server_and_for_a_model_finds_them() -> None
             return 1.0
 
     episode = asyncio.run(run_one(Looking(), Policy(looks_then_answers)))
-    assert episode.result is not None and episode.result.error is None, episode.result
+    assert error_of(episode) == ""

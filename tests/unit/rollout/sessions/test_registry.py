@@ -11,12 +11,10 @@ def bearer(key: str) -> Headers:
     return Headers({"authorization": f"Bearer {key}"})
 
 
-@pytest.mark.parametrize("is_for_agent", [False, True])
-def test_a_key_opens_its_own_session_and_no_other(is_for_agent: bool) -> None:
+@pytest.mark.parametrize("may_steer", [False, True])
+def test_a_key_opens_its_own_session_and_no_other(may_steer: bool) -> None:
     keys = SessionKeys()
-    own, other = keys.issue("own"), keys.issue("other")
-    if is_for_agent:
-        own, other = keys.issue_for_agent("own"), keys.issue_for_agent("other")
+    own, other = (keys.issue(session, may_steer=may_steer) for session in ("own", "other"))
     for headers in (bearer(own), Headers({"x-api-key": own})):
         assert keys.find_session(headers, None) == keys.find_session(headers, "own") == "own"
         for path in ("other", "", "OWN", "own "):
@@ -39,7 +37,7 @@ def test_no_guess_near_a_key_opens_anything() -> None:
 
 def test_the_key_of_an_agent_neither_rewards_nor_aborts_its_session() -> None:
     keys = SessionKeys()
-    key, agent_key = keys.issue("own"), keys.issue_for_agent("own")
+    key, agent_key = keys.issue("own"), keys.issue("own", may_steer=False)
     assert key != agent_key and keys.find_session(bearer(key), "own", steers=True) == "own"
     with pytest.raises(ForbiddenError, match=r"sessions\.command_reward=true"):
         keys.find_session(bearer(agent_key), "own", steers=True)
@@ -51,6 +49,6 @@ def test_the_key_of_an_agent_neither_rewards_nor_aborts_its_session() -> None:
 
 def test_only_digests_of_keys_are_kept_so_that_the_time_of_a_look_up_tells_nothing() -> None:
     keys = SessionKeys()
-    issued = [keys.issue("own"), keys.issue_for_agent("own")]
+    issued = [keys.issue("own"), keys.issue("own", may_steer=False)]
     assert all(len(digest) == 32 for digest in keys._holders)
     assert not any(key[8:] in repr(keys) or key.encode() in keys._holders for key in issued)

@@ -67,18 +67,12 @@ async def test_chat_calls_a_tool_and_sends_its_result_back(world: World, is_stre
     calls_then_text(world.sessions)
     history: list[Any] = [USER]
     async with openai_client(world) as client:
-        async with (
-            client.chat.completions.stream(
-                model=MODEL, messages=history, tools=[CHAT_TOOL], stream_options={"include_usage": True}
-            )
-            if is_stream
-            else nothing() as stream
-        ):
-            first = (
-                await stream.get_final_completion()
-                if stream is not None
-                else await client.chat.completions.create(model=MODEL, messages=history, tools=[CHAT_TOOL])
-            )
+        fields: Any = {"model": MODEL, "messages": history, "tools": [CHAT_TOOL]}
+        if is_stream:
+            async with client.chat.completions.stream(stream_options={"include_usage": True}, **fields) as stream:
+                first: Any = await stream.get_final_completion()
+        else:
+            first = await client.chat.completions.create(**fields)
         message = first.choices[0].message
         assert message.tool_calls is not None
         (call,) = message.tool_calls
@@ -86,7 +80,7 @@ async def test_chat_calls_a_tool_and_sends_its_result_back(world: World, is_stre
         assert (call.id, json.loads(call.function.arguments)) == ("call_0_0", {"expression": "2 + 2"})
         assert first.usage is not None and first.usage.prompt_tokens == 3 and first.usage.completion_tokens == 2
         history += [message.model_dump(), {"role": "tool", "tool_call_id": "call_0_0", "content": "4"}]
-        last = await client.chat.completions.create(model=MODEL, messages=history, tools=[CHAT_TOOL])
+        last = await client.chat.completions.create(**fields)
     assert last.choices[0].message.content == "four"
     first_asked, second_asked = world.sessions.requests
     assert first_asked.messages == (Message(role=Role.user, content="2 + 2?"),)
@@ -95,11 +89,6 @@ async def test_chat_calls_a_tool_and_sends_its_result_back(world: World, is_stre
         Message(role=Role.assistant, reasoning="sum it", tool_calls=tool_calls(0)),
         Message(role=Role.tool, content="4", call_id="call_0_0"),
     )
-
-
-@asynccontextmanager
-async def nothing():
-    yield None
 
 
 @on_server()

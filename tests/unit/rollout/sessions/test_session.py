@@ -14,7 +14,6 @@ from rollout.request_ids import RequestId
 from rollout.sessions.archive import sequence_records
 from rollout.sessions.budget import SessionLimits
 from rollout.sessions.codec import make_codec
-from rollout.sessions.dialects.dialect import PromptRequest
 from rollout.sessions.errors import SessionLimitError
 from rollout.sessions.session import Session
 from rollout.sessions.tree.generation import State
@@ -156,20 +155,20 @@ async def test_a_full_context_is_an_empty_answer_by_length_and_then_403() -> Non
 @on_real_clock
 async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_record_when_it_comes_again() -> None:
     session = Session(episode_task(), Policy(lambda _, request: str(request.request_id.turn)).generate, CODEC, LIMITS)
-    (first,) = await session.answer(PromptRequest(prompt="2 + 2 ="))
+    (first,) = await session.answer(ChatRequest(prompt="2 + 2 ="))
     session.deliver(first.answer_id, whole=True)
     ids = (*first.prompt_ids, *first.completion.token_ids.tolist(), *CODEC.renderer.plain(" and 3 + 3 ="))
-    (lost,) = await session.answer(PromptRequest(prompt=ids))
+    (lost,) = await session.answer(ChatRequest(prompt=ids))
     session.deliver(lost.answer_id, whole=False)
-    (again,) = await session.answer(PromptRequest(prompt=ids))
+    (again,) = await session.answer(ChatRequest(prompt=ids))
     session.deliver(again.answer_id, whole=True)
-    (retried,) = await session.answer(PromptRequest(prompt=ids, is_retry=True))
+    (retried,) = await session.answer(ChatRequest(prompt=ids, is_retry=True))
     assert lost.answer_id == again.answer_id == retried.answer_id != first.answer_id
     (sequence,) = session.transcript.sequences()
     assert sequence.loss_mask.sum() == first.completion.num_tokens + lost.completion.num_tokens
     (record,) = sequence_records(session)
     assert [message["content"] for message in record.messages] == [CODEC.renderer.text(ids), lost.message.content]
-    (other,) = await session.answer(PromptRequest(prompt=ids))
+    (other,) = await session.answer(ChatRequest(prompt=ids))
     assert other.answer_id != lost.answer_id, "one more sample of the same prompt"
 
 
@@ -177,7 +176,7 @@ async def test_a_plain_prompt_that_goes_on_from_an_answer_is_answered_by_the_rec
 async def test_a_plain_prompt_is_continued_by_the_text_as_it_was_sampled_with_its_tags() -> None:
     text = 'So.<think>hm</think>\n<tool_call>{"name": "search", "arguments": {}}</tool_call> then</s>'
     session = Session(episode_task(), Policy(lambda *_: text).generate, CODEC, LIMITS)
-    (answer,) = await session.answer(PromptRequest(prompt="2 + 2 =", stop=("</s>",)))
+    (answer,) = await session.answer(ChatRequest(prompt="2 + 2 =", stop=("</s>",)))
     assert (answer.message, answer.finish) == (Message(role=Role.assistant, content=text[:-4]), Finish.stop)
     assert answer.stop_string == "</s>"
 

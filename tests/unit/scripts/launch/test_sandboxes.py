@@ -13,7 +13,7 @@ from configs.validate import ConfigError, check
 from rollout.environments.sandbox.commands import SandboxedCommands
 from rollout.environments.sandbox.launching import shipped_tasks
 from rollout.environments.sandbox.sandboxes import provide, sandbox_config
-from rollout.sessions.harness import MACHINE
+from rollout.sessions.harness import start_here
 from scripts.launch.data import held_out_sources, load_sources
 from scripts.launch.sandboxes import command_place, prepare_sandboxes, refuse_without_sandboxes
 from tests.support.compose import changed, refusal, resolve
@@ -103,7 +103,7 @@ def test_a_run_whose_agent_would_see_the_data_is_refused(tmp_path: Path) -> None
 
 def test_commands_run_in_a_sandbox_where_the_config_says_so() -> None:
     config = changed(Config(), rollout__agent_command="run-it")
-    assert command_place(config) is MACHINE
+    assert command_place(config) is start_here
     assert isinstance(command_place(changed(config, rollout__agent_sandbox=True)), SandboxedCommands)
 
 

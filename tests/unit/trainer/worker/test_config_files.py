@@ -1,15 +1,13 @@
 """Config, tokenizer and generation config in checkpoints: copies, but for the end tokens that a run adds."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollout.chat.end_tokens import end_token_ids
-from tests.support.chat_models import FAMILIES, chat_tokenizer
-from trainer.tiny.chat_templates import build_tokenizer
+from tests.support.chat_models import base_tokenizer, chat_tokenizer
 from trainer.worker.config_files import exported_config, model_files
 
 CONFIG = b'{"model_type": "qwen2",  "rope_theta": 1e6, "an_old_key": [1], "torch_dtype": "bfloat16"}\n'
@@ -33,12 +31,6 @@ def folder_of(tmp_path: Path, tokenizer: Any, generation_config: dict[str, Any] 
     (tmp_path / "original").mkdir()
     (tmp_path / "original" / "params.json").write_text("{}")
     return tmp_path
-
-
-def base_tokenizer() -> Any:
-    """Return the tokenizer of a base model: its own end is not the one that its chat template writes."""
-    family = FAMILIES["qwen2.5"]
-    return build_tokenizer(replace(family, eos="<|endoftext|>", special=("<|im_start|>", "<|im_end|>")))
 
 
 @pytest.mark.parametrize("generation_config", [None, *GENERATION])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from rollout.chat.messages import Message, Role
 from rollout.sessions.app import DIALECTS
 from rollout.sessions.errors import BadRequestError
-from tests.support.bodies import ANTHROPIC, CHANGES, CHAT, COMPLETIONS, MINIMAL, RESPONSES, USER, tool_of
+from tests.support.bodies import ANTHROPIC, CHANGES, CHAT, COMPLETIONS, MINIMAL, RESPONSES, USER
 
 
 def request_of(dialect: Any, **fields: Any) -> Any:
@@ -89,21 +89,6 @@ def test_parts_of_text_are_joined_and_a_developer_is_a_system() -> None:
     assert request_of(ANTHROPIC, system=system, messages=[user]).messages == expected
     assert request_of(RESPONSES, input=[developer, user | {"type": "message"}]).messages == expected
     assert request_of(RESPONSES, instructions="Be short.", input="2 + 2?").messages == expected
-
-
-@pytest.mark.parametrize(
-    ("dialect", "choice", "meant"),
-    [
-        (CHAT, "required", "required"),
-        (CHAT, {"type": "function", "function": {"name": "f"}}, "f"),
-        (RESPONSES, {"type": "function", "name": "f"}, "f"),
-        (ANTHROPIC, {"type": "any"}, "required"),
-        (ANTHROPIC, {"type": "tool", "name": "f"}, "f"),
-        (ANTHROPIC, {"type": "none"}, "none"),
-    ],
-)
-def test_the_choice_of_a_tool(dialect: Any, choice: Any, meant: str) -> None:
-    assert request_of(dialect, tool_choice=choice, tools=[tool_of(dialect, "f")]).tool_choice == meant
 
 
 def test_sampling_that_is_asked_for_is_told_and_wishes_about_the_template_too() -> None:

@@ -174,17 +174,18 @@ def test_an_unknown_field_of_a_message_is_counted_and_a_misspelled_one_is_refuse
 # -- the choice of a tool ----------------------------------------------------------------------------------------------
 
 CHOICES: dict[Any, dict[str, Any]] = {
-    CHAT: {"any": "required", "f": {"type": "function", "function": {"name": "f"}}},
-    RESPONSES: {"any": "required", "f": {"type": "function", "name": "f"}},
-    ANTHROPIC: {"any": {"type": "any"}, "f": {"type": "tool", "name": "f"}},
+    CHAT: {"required": "required", "f": {"type": "function", "function": {"name": "f"}}},
+    RESPONSES: {"required": "required", "f": {"type": "function", "name": "f"}},
+    ANTHROPIC: {"required": {"type": "any"}, "f": {"type": "tool", "name": "f"}},
 }
 
 
 @each_talk
-@pytest.mark.parametrize("choice", ["any", "f"])
+@pytest.mark.parametrize("choice", ["required", "f"])
 def test_the_choice_of_a_tool_is_a_hint_about_a_tool_that_there_is(dialect: Any, choice: str) -> None:
     wish = {"tool_choice": CHOICES[dialect][choice]}
     request = parsed(dialect, tools=[tool_of(dialect, "f")], **wish)
+    assert request.request.tool_choice == choice
     assert len(request.left_out) == 1 and request.left_out[0].startswith("tool_choice = ")
     assert refusal(dialect, **wish).param == "tool_choice", "no tools at all"
     if choice == "f":
@@ -197,6 +198,10 @@ def test_a_choice_among_allowed_tools_is_a_hint() -> None:
     request = parsed(RESPONSES, tools=tools, tool_choice=choice)
     assert request.request.tool_choice == "required" and len(request.request.tools) == 2
     assert refusal(RESPONSES, tools=tools[:1], tool_choice=choice).param == "tool_choice.tools"
+
+
+def test_the_choice_of_no_tool_needs_none() -> None:
+    assert parsed(ANTHROPIC, tool_choice={"type": "none"}).request.tool_choice == "none"
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------

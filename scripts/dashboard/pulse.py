@@ -10,7 +10,7 @@ from scripts.dashboard.prediction import Predictor
 from scripts.dashboard.status import meanings
 from scripts.observe.files import finite_or_none, parse_objects, read_tail
 from scripts.observe.run import Run
-from scripts.observe.status import State, Status, read_status
+from scripts.observe.status import State, read_status
 from scripts.predict.advice import PREDICTED, advise, gather
 from trainer.tracking.sinks import METRICS_FILE
 
@@ -98,7 +98,8 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
     ]
     status = read_status(run)
     error = status.detail if status.state in (State.FAILED, State.KILLED) else ""
-    numbers = replace(gather(rows, run.flat_config(), loads), failure=error, phase=_phase(status))
+    phase = f"The run is {status.state.value}{f': {status.detail}' if status.detail else ''}."
+    numbers = replace(gather(rows, run.flat_config(), loads), failure=error, phase=phase)
     steps = max((int(row["step"]) for row in rows if {"step", "timing_s/step"} <= row.keys()), default=0)
     predicted = None if predictor is None else predictor.latest(run, steps)
     rule, text = advise(numbers) if predicted is None else advise(numbers, predicted.text, predicted.gain)
@@ -108,10 +109,3 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
     elif predicted is not None and predicted.why:
         about += f" No prediction: {predicted.why}."
     return {"rule": rule, "text": text, "about": about, "is_pending": predictor is not None and predictor.is_busy}
-
-
-def _phase(status: Status) -> str:
-    """Return a sentence on a run that has not finished a step: what it is doing, or was doing when it ended."""
-    return (
-        f"The run is {status.state.value}: {status.detail}." if status.detail else f"The run is {status.state.value}."
-    )

@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -364,8 +363,10 @@ class _Auditor:
         for what in _differences(self._logged.get(step, {}), _means(records)):
             self._find(f"step {step}: {what}")
         logged, plan = self._logged.get(step, {}), self._plans.for_step(step)
-        if plan.bounds_tokens and not self._is_staleness(logged.get("staleness/max", stalest), stalest):
-            self._find(f"step {step}: staleness/max was {logged['staleness/max']:g}, is {stalest} in its records")
+        counted = logged.get("staleness/max", stalest)
+        # What a user's agent loop left out of the loss may have been the stalest of all that was sampled.
+        if plan.bounds_tokens and not (counted <= stalest if self._masks_sampled else counted == stalest):
+            self._find(f"step {step}: staleness/max was {counted:g}, is {stalest} in its records")
         arrays = self._audit_tokens(step, records) if plan.has_tokens else None
         self._findings += self._proof.findings_of(step, records, arrays)
         if not plan.has_tokens:
@@ -374,13 +375,11 @@ class _Auditor:
     def _audit_advantages(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         """Find the first advantage that the rewards do not make. In a step that was skipped all are 0."""
         rule = self._plans.for_step(step).advantages
-        if rule is not None and not self._was_skipped(step) and (wrong := next(rule.wrong(records), None)):
-            self._find(f"step {step}, {wrong}")
-
-    def _was_skipped(self, step: int) -> bool:
-        """Return whether a step may have been skipped: what is logged is the number of skipped steps so far."""
+        # What is logged is the number of skipped steps so far.
         before, after = (self._logged.get(number, {}).get("actor/skipped_steps", 0) for number in (step - 1, step))
-        return after > before
+        was_skipped = after > before
+        if rule is not None and not was_skipped and (wrong := next(rule.wrong(records), None)):
+            self._find(f"step {step}, {wrong}")
 
     def _audit_groups(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         plan = self._plans.for_step(step)
@@ -442,23 +441,17 @@ class _Auditor:
         self._masks_sampled |= sequence.loss_tokens < sum(end - start for start, end, _ in sequence.versions)
         return versions
 
-    def _is_staleness(self, counted: float, recorded: int) -> bool:
-        """Return whether the run may have counted this for its loss tokens, if all sampled ones have `recorded`."""
-        return counted <= recorded if self._masks_sampled else counted == recorded
-
     def _audit_tokens(self, step: int, records: Sequence[TrajectoryRecord]) -> dict[str, Any] | None:
         """Return the arrays of the step, if they belong to the records."""
         name = f"{TRAJECTORIES}/step_{step:06d}.npz"
         try:
             arrays = self._run.tokens(step)
-            if arrays["num_sequences"].tolist() != [len(record.sequences) for record in records]:
-                self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
-                return None
-            ordinals = np.repeat(arrays["ordinals"], arrays["num_sequences"]).tolist()
-            lengths = list(zip(ordinals, arrays["response_lengths"].tolist(), strict=True))
-            if lengths != [
-                (record.ordinal, sequence.response_tokens) for record in records for sequence in record.sequences
-            ]:
+            of_records = {
+                "ordinals": [record.ordinal for record in records],
+                "num_sequences": [len(record.sequences) for record in records],
+                "response_lengths": [each.response_tokens for record in records for each in record.sequences],
+            }
+            if any(arrays[key].tolist() != numbers for key, numbers in of_records.items()):
                 self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
                 return None
             self._tokens.take_step(step, arrays, [(record.ordinal, record.index) for record in records])

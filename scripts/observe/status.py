@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from scripts.command.bookkeeping import ERROR_FILE
@@ -117,7 +118,7 @@ def read_status(run: Run, now: float | None = None) -> Status:
     is_live = state in (State.STARTING, State.RUNNING)
     eta_s = None
     if state is State.RUNNING and total and step is not None:
-        eta_s = max(0, total - step) * _mean_step_s(rows)
+        eta_s = max(0, total - step) * fmean(row["timing_s/step"] for row in rows[-ETA_STEPS:])
     return Status(
         state=state,
         step=step,
@@ -200,11 +201,6 @@ def _steps(run: Run) -> list[dict[str, Any]]:
     records = parse_objects(read_tail(path, TAIL_BYTES))[0] if run.has(path) else []
     rows = [{key: value for key, value in record.items() if finite_or_none(value) is not None} for record in records]
     return [row for row in rows if "step" in row and "timing_s/step" in row]
-
-
-def _mean_step_s(rows: list[dict[str, Any]]) -> float:
-    latest = rows[-ETA_STEPS:]
-    return sum(row["timing_s/step"] for row in latest) / len(latest)
 
 
 def _last_events(run: Run) -> list[dict[str, Any]]:

@@ -69,14 +69,14 @@ class EventReader:
         """
         while True:
             # Look for the next file before reading this one: once there is a next one, this one grows no more.
-            next_file = self._next_file()
+            later = [number for number, _ in event_files(self._run_dir) if number > self.position.file]
             if lines := self._lines(max_bytes):
                 if events := [stamped for stamped in map(self._parse, lines) if stamped is not None]:
                     return events
-            elif next_file is None:
+            elif not later:
                 return []
             else:
-                self._leave_for(next_file)
+                self._leave_for(min(later))
 
     def __iter__(self) -> Iterator[Stamped]:
         """Yield all events that there are now."""
@@ -91,9 +91,6 @@ class EventReader:
             return ()  # the writer has thinned the file meanwhile: the offset means nothing in the new one
         self.position, self._identity = Position(place.file, page.offset), page.identity
         return page.lines
-
-    def _next_file(self) -> int | None:
-        return min((number for number, _ in event_files(self._run_dir) if number > self.position.file), default=None)
 
     def _leave_for(self, next_file: int) -> None:
         path = event_path(self._run_dir, self.position.file)
@@ -205,8 +202,9 @@ class EventIndex:
         """Read on for so many seconds. Return the share of the bytes that were read, 1 if there are none."""
         with self._lock:
             until = time.monotonic() + budget_s
-            if self._was_replaced():
-                self._scan, self._windows = _Scan(), {}
+            now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
+            if any(now.get(number) != identity for number, identity in self._scan.identities.items()):
+                self._scan, self._windows = _Scan(), {}  # a file was thinned meanwhile
             while self._read_page() and time.monotonic() < until:
                 pass
             return self._share()
@@ -217,8 +215,8 @@ class EventIndex:
         Raises:
             RunError: one of the steps is not in the events.
         """
-        steps = self.view.steps
-        known = sorted(number for number, step in steps.items() if step.start is not None)
+        starts = {number: step.start for number, step in self.view.steps.items() if step.start is not None}
+        known = sorted(starts)
         if not known or first not in known or last not in known or last < first:
             there = f"{known[0]} to {known[-1]} are there" if known else "there is none"
             raise RunError(f"steps={first}:{last}: not in the events; {there}")
@@ -227,19 +225,11 @@ class EventIndex:
         context = 2 + (started.max_staleness if started else 1)
         early = known[max(0, known.index(first) - context)]
         after = known[known.index(last) + 1 :]
-        until = self._start(after[0]) if after else self.view.last
-        return self._window(self._start(early), self._start(first), until)
-
-    def _start(self, step: int) -> float:
-        start = self.view.steps[step].start
-        assert start is not None
-        return start
-
-    def _window(self, early: float, since: float, until: float) -> Window:
+        until = starts[after[0]] if after else self.view.last
         with self._lock:
-            key = (early, until, self._scan.position.offset)
+            key = (starts[early], until, self._scan.position.offset)
             if key not in self._windows:
-                self._windows[key] = self._read_window(early, since, until)
+                self._windows[key] = self._read_window(starts[early], starts[first], until)
             while len(self._windows) > WINDOWS_KEPT:
                 del self._windows[next(iter(self._windows))]
             return self._windows[key]
@@ -259,11 +249,6 @@ class EventIndex:
             if num_bytes >= WINDOW_BYTES:
                 return Window(view, since, min(until, events[-1].time), is_cut=True)
         return Window(view, since, until, is_cut=False)
-
-    def _was_replaced(self) -> bool:
-        known = self._scan.identities
-        now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
-        return any(now.get(number) != identity for number, identity in known.items())
 
     def _read_page(self) -> bool:
         """Take the next page of the files into the view. Return whether there was one."""

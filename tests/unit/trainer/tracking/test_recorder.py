@@ -143,7 +143,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
 
 
-def test_what_is_between_two_turns_is_an_environments(tmp_path: Path) -> None:
+def test_what_is_between_two_turns_is_an_environments() -> None:
     (group, _) = example_groups()
     spans = (VersionSpan(0, 1, 2), VersionSpan(1, 2, 3), VersionSpan(3, 4, 3))
     (record,) = trajectory_records(group.prompt, [with_sequence(group.trajectories[0], spans=spans)], [None])

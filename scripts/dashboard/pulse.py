@@ -8,7 +8,7 @@ from fastapi import Query
 
 from scripts.dashboard.prediction import Predictor
 from scripts.dashboard.status import meanings
-from scripts.observe.files import finite_or_none, parse_objects, read_tail
+from scripts.observe.files import finite_or_none, parse_objects, read_numbers
 from scripts.observe.run import Run
 from scripts.observe.status import State, read_status
 from scripts.predict.advice import PREDICTED, advise, gather
@@ -88,8 +88,7 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
 
     Without a predictor only the rules speak.
     """
-    records, _ = parse_objects(read_tail(run.folder / METRICS_FILE, ADVICE_BYTES))
-    rows = [{key: value for key, value in record.items() if finite_or_none(value) is not None} for record in records]
+    rows = read_numbers(run.folder / METRICS_FILE, ADVICE_BYTES)
     run.event_index.read_on()
     loads = [
         {"waiting": samples[-1].load.waiting, "kv_usage": samples[-1].load.kv_usage}

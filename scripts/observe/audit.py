@@ -353,16 +353,13 @@ class _Auditor:
         except OSError as error:
             self._missing += 1
             return self._find(f"step {step} has no records: {error}")
-        for problem in read.problems:
-            self._find(f"{name}: {problem}")
-        records = read.records
+        self._findings += [f"{name}: {problem}" for problem in read.problems]
+        records, plan, logged = read.records, self._plans.for_step(step), self._logged.get(step, {})
         self._trajectories += len(records)
         self._audit_advantages(step, records)
         self._audit_groups(step, records)
         stalest = self._audit_versions(step, records)
-        for what in _differences(self._logged.get(step, {}), _means(records)):
-            self._find(f"step {step}: {what}")
-        logged, plan = self._logged.get(step, {}), self._plans.for_step(step)
+        self._findings += [f"step {step}: {what}" for what in _differences(logged, _means(records))]
         counted = logged.get("staleness/max", stalest)
         # What a user's agent loop left out of the loss may have been the stalest of all that was sampled.
         if plan.bounds_tokens and not (counted <= stalest if self._masks_sampled else counted == stalest):
@@ -387,20 +384,17 @@ class _Auditor:
         for record in records:
             groups.setdefault(record.ordinal, []).append(record)
             self._rows.take(record.ordinal, record.row)
+        if len(groups) != plan.prompts_per_step:
+            self._find(f"step {step} has {len(groups)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
         for ordinal, group in groups.items():
+            its, indices = group[0], sorted(record.index for record in group)
             self._coverage.take_trained(step, ordinal, group, plan.terms)
-            its = group[0]
             self._sources.take(its.source, its.source_ordinal, ordinal=ordinal, row=its.row, trained=True)
-        indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
-        self._steps_by_ordinal.update(indices.keys())
-        self._again |= {ordinal for ordinal in indices if self._steps_by_ordinal[ordinal] > 1}
-        self._again |= {ordinal for ordinal, some in indices.items() if len(set(some)) < len(some)}
-        if len(indices) != plan.prompts_per_step:
-            self._find(f"step {step} has {len(indices)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
-        for ordinal, some in indices.items():
-            size = plan.size_of(groups[ordinal][0].source)
-            if sorted(some) != list(range(size)):
-                there = f"trajectories {sorted(some)}, algorithm.group_size={size}"
+            self._steps_by_ordinal[ordinal] += 1
+            if self._steps_by_ordinal[ordinal] > 1 or len(set(indices)) < len(indices):
+                self._again.add(ordinal)
+            if indices != list(range(size := plan.size_of(its.source))):
+                there = f"trajectories {indices}, algorithm.group_size={size}"
                 self._find(f"step {step}: prompt {ordinal} has {there}")
 
     def _audit_shares(self, step: int) -> None:
@@ -498,8 +492,7 @@ class _Auditor:
         windows = self._coverage.windows(finished=self._summary is not None)
         if first == 1 and not self._plans.earlier:  # a process that resumes logs fewer windows
             for step, metrics in metrics_by_step(windows).items():
-                for what in _differences(self._logged.get(step, {}), metrics):
-                    self._find(f"step {step}: {what}")
+                self._findings += [f"step {step}: {what}" for what in _differences(self._logged.get(step, {}), metrics)]
         self._findings += [what for window in windows if (what := window.missing(allowed=False)) is not None]
         notes = [what for window in windows if (what := window.missing(allowed=True)) is not None]
         return notes, count_coverage(windows)
@@ -510,8 +503,7 @@ class _Auditor:
             read = self._run.evaluation(step)
         except OSError as error:
             return self._find(f"the evaluation of version {step} has no records: {error}")
-        for problem in read.problems:
-            self._find(f"{name}: {problem}")
+        self._findings += [f"{name}: {problem}" for problem in read.problems]
         records = read.records
         allowed = sorted(int(logged["eval/num_prompts"]) * num for num in self._plans.for_evaluation(step))
         if len({(record.ordinal, record.index) for record in records}) != len(records) or len(records) not in allowed:

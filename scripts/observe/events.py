@@ -5,14 +5,13 @@ counted and skipped.
 """
 
 import re
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.events.event import Event, OfStep, Stamped, kind_name
+from rollout.events.event import OfStep, Stamped, kind_name
 from rollout.events.kinds import GroupDiscarded, ReplicaLoad
 from scripts.observe.files import RunError, file_identity, read_page
 from scripts.observe.view import RunView
@@ -21,8 +20,6 @@ from trainer.tracking.events.lines import DamagedLineError, UnknownKindError, ev
 
 CHUNK_BYTES = 4 << 20
 """The number of bytes that are read at a time."""
-NO_STEP = -2
-"""The step of an event that belongs to none."""
 LATE_S = 5.0
 """The seconds by which events of other processes may come later in the file than the driver's: replicas and agent
 workers are asked for theirs once a second."""
@@ -108,11 +105,6 @@ class EventReader:
         return None
 
 
-def event_step(event: Event) -> int:
-    """Return the step or version that the event belongs to, or NO_STEP."""
-    return event.global_steps if isinstance(event, OfStep | GroupDiscarded) else NO_STEP
-
-
 def valid_events(run_dir: Path) -> Iterator[Stamped]:
     """Yield the events of the run in the order of the file, without those that a later `Resumed` supersedes.
 
@@ -126,7 +118,8 @@ def valid_events(run_dir: Path) -> Iterator[Stamped]:
     for number, stamped in enumerate(EventReader(run_dir)):
         while resumes and resumes[0][0] <= number:
             resumes.pop(0)
-        if event_step(stamped.event) <= min((step for _, step in resumes), default=1 << 62):
+        last = min((step for _, step in resumes), default=1 << 62)
+        if not isinstance(stamped.event, OfStep | GroupDiscarded) or stamped.event.global_steps <= last:
             yield stamped
 
 
@@ -174,7 +167,8 @@ class EventIndex:
     """Finds the events of a few steps without holding or decoding all of them.
 
     One pass over the files, a little at each call, decodes only the rare kinds (steps, updates, the fleet) into a view
-    and marks which time begins at which byte. The frequent kinds are read from there, for a window of time.
+    and marks which time begins at which byte. The frequent kinds are read from there, for a window of time. It is for
+    one thread at a time, as the page makes its answers.
 
     Example:
         index = EventIndex(run_dir)
@@ -187,7 +181,6 @@ class EventIndex:
         self._run_dir = run_dir
         self._scan = _Scan()
         self._windows: dict[tuple[float, float, int], Window] = {}
-        self._lock = threading.Lock()  # the page answers each request in a thread of its own
 
     @property
     def view(self) -> RunView:
@@ -200,14 +193,13 @@ class EventIndex:
 
     def read_on(self, budget_s: float = BUDGET_S) -> float:
         """Read on for so many seconds. Return the share of the bytes that were read, 1 if there are none."""
-        with self._lock:
-            until = time.monotonic() + budget_s
-            now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
-            if any(now.get(number) != identity for number, identity in self._scan.identities.items()):
-                self._scan, self._windows = _Scan(), {}  # a file was thinned meanwhile
-            while self._read_page() and time.monotonic() < until:
-                pass
-            return self._share()
+        until = time.monotonic() + budget_s
+        now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
+        if any(now.get(number) != identity for number, identity in self._scan.identities.items()):
+            self._scan, self._windows = _Scan(), {}  # a file was thinned meanwhile
+        while self._read_page() and time.monotonic() < until:
+            pass
+        return self._share()
 
     def read_steps(self, first: int, last: int) -> Window:
         """Return the events around the steps from `first` to `last`, and those of the groups that they trained.
@@ -226,13 +218,12 @@ class EventIndex:
         early = known[max(0, known.index(first) - context)]
         after = known[known.index(last) + 1 :]
         until = starts[after[0]] if after else self.view.last
-        with self._lock:
-            key = (starts[early], until, self._scan.position.offset)
-            if key not in self._windows:
-                self._windows[key] = self._read_window(starts[early], starts[first], until)
-            while len(self._windows) > WINDOWS_KEPT:
-                del self._windows[next(iter(self._windows))]
-            return self._windows[key]
+        key = (starts[early], until, self._scan.position.offset)
+        if key not in self._windows:
+            self._windows[key] = self._read_window(starts[early], starts[first], until)
+        while len(self._windows) > WINDOWS_KEPT:
+            del self._windows[next(iter(self._windows))]
+        return self._windows[key]
 
     def _read_window(self, early: float, since: float, until: float) -> Window:
         view, num_bytes = RunView(), 0

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.command.bookkeeping import ERROR_FILE
 from scripts.command.command import STOPPED, UNPROVEN
 from scripts.command.run_folder import LOCK_FILE, Holder, read_holder
-from scripts.observe.files import finite_or_none, parse_objects, read_tail
+from scripts.observe.files import finite_or_none, parse_objects, read_numbers, read_tail
 from scripts.observe.run import EXACT, Run, last_change, replayed_run
 from trainer.tracking.events.lines import event_files
 from trainer.tracking.sinks import METRICS_FILE
@@ -198,8 +198,7 @@ def _phase(run: Run, rows: list[dict[str, Any]], events: list[dict[str, Any]]) -
 def _steps(run: Run) -> list[dict[str, Any]]:
     """Return the latest rows of steps, with their finite numbers only."""
     path = run.folder / METRICS_FILE
-    records = parse_objects(read_tail(path, TAIL_BYTES))[0] if run.has(path) else []
-    rows = [{key: value for key, value in record.items() if finite_or_none(value) is not None} for record in records]
+    rows = read_numbers(path, TAIL_BYTES) if run.has(path) else []
     return [row for row in rows if "step" in row and "timing_s/step" in row]
 
 

@@ -4,12 +4,11 @@ With events every phase is known; without, only when each episode ran and how lo
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 from scripts.observe.events import Window
 from scripts.observe.run import Row, Run, StepIndex
-from scripts.observe.slices import version_slices
+from scripts.observe.slices import relative, version_slices
 from scripts.observe.view import GroupView, RunView, StepView, TrajectoryView
 
 PARTS = {
@@ -46,11 +45,13 @@ def picture(window: Window, number: int) -> dict[str, Any]:
     zero = step.start if step.start is not None else window.since
     groups = [view.groups[ordinal] for ordinal in step.ordinals if ordinal in view.groups]
     groups.sort(key=lambda group: group.ready or 0.0, reverse=True)
-    critical = _latest(groups[0].trajectories.values()) if groups and _waited(step, groups[0]) else None
+    critical = None
+    if groups and _waited(step, groups[0]):
+        critical = max(groups[0].trajectories.values(), key=_end, default=None)
     return {
         "source": "events",
         "zero": zero,
-        "parts": [[part, _at(span.start, zero), _at(span.end, zero)] for part, span in step.parts],
+        "parts": [[part, relative(span.start, zero), relative(span.end, zero)] for part, span in step.parts],
         "total": len(step.ordinals),
         "left_out": max(0, len(groups) - MOST_GROUPS),
         "critical": None if critical is None else [critical.ordinal, critical.episode],
@@ -59,25 +60,17 @@ def picture(window: Window, number: int) -> dict[str, Any]:
     }
 
 
-def _at(time: float | None, zero: float) -> float | None:
-    return None if time is None else round(time - zero, 5)
-
-
 def _end(trajectory: TrajectoryView) -> float:
     spans = [trajectory.reward_span, trajectory.episode_span, *trajectory.turns, *trajectory.tools]
     return max((span.end for span in spans if span is not None and span.end is not None), default=0.0)
-
-
-def _latest(trajectories: Iterable[TrajectoryView]) -> TrajectoryView | None:
-    return max(trajectories, key=_end, default=None)
 
 
 def _group(view: RunView, group: GroupView, zero: float, until: float) -> dict[str, Any]:
     trajectories = sorted(group.trajectories.values(), key=_end, reverse=True)
     return {
         "ordinal": group.ordinal,
-        "claimed": _at(group.claimed, zero),
-        "ready": _at(group.ready, zero),
+        "claimed": relative(group.claimed, zero),
+        "ready": relative(group.ready, zero),
         "reward": group.reward,
         "min_version": group.min_version,
         "moves": [move.why for move in group.moves],
@@ -99,12 +92,12 @@ def _bars(view: RunView, trajectory: TrajectoryView, zero: float, until: float) 
         end = until if turn.end is None else turn.end
         begins = turn.start if turn.first_token is None else turn.first_token
         if begins > turn.start:
-            bars.append(["wait", _at(turn.start, zero), _at(begins, zero), None])
+            bars.append(["wait", relative(turn.start, zero), relative(begins, zero), None])
         cuts = version_slices(begins, end, turn.borders, view.find_swaps(turn))
-        bars += [["turn", _at(cut.start, zero), _at(cut.end, zero), cut.version] for cut in cuts]
-    bars += [["tool", _at(tool.start, zero), _at(tool.end or until, zero), None] for tool in trajectory.tools]
+        bars += [["turn", relative(cut.start, zero), relative(cut.end, zero), cut.version] for cut in cuts]
+    bars += [["tool", relative(tool.start, zero), relative(tool.end or until, zero), None] for tool in trajectory.tools]
     if (reward := trajectory.reward_span) is not None:
-        bars.append(["reward", _at(reward.start, zero), _at(reward.end or until, zero), None])
+        bars.append(["reward", relative(reward.start, zero), relative(reward.end or until, zero), None])
     return sorted(bars, key=lambda bar: bar[1])
 
 

@@ -1,6 +1,7 @@
 """The screen Evaluations: the accuracy over the run, and the samples of one evaluation with their texts."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +13,13 @@ from trainer.tracking.trajectories import SampleRecord
 
 SAMPLES = 50
 """The number of samples on a page."""
-WHICH = ("all", "right", "wrong", "failed")
+WHICH: dict[str, Callable[[SampleRecord], bool]] = {
+    "all": lambda sample: True,
+    "right": lambda sample: sample.accuracy >= 1,
+    "wrong": lambda sample: not sample.accuracy >= 1,
+    "failed": lambda sample: sample.error is not None,
+}
+"""The filters of the samples."""
 
 
 def is_of_evaluation(name: str) -> bool:
@@ -37,7 +44,7 @@ def evaluation(run: Run, version: int, which: str = "all", text: str = "", offse
     for sample in read.records:
         sources[_whence(sample)].append(sample)
     wanted = text.casefold()
-    chosen = [sample for sample in read.records if _is_chosen(sample, which) and wanted in _words(sample)]
+    chosen = [sample for sample in read.records if WHICH[which](sample) and wanted in _words(sample)]
     offset = max(0, offset)
     return {
         "version": version,
@@ -48,12 +55,6 @@ def evaluation(run: Run, version: int, which: str = "all", text: str = "", offse
         "rows": [_row(sample) for sample in chosen[offset : offset + SAMPLES]],
         "damaged": len(read.problems),
     }
-
-
-def _is_chosen(sample: SampleRecord, which: str) -> bool:
-    if which == "failed":
-        return sample.error is not None
-    return which == "all" or (sample.accuracy >= 1) == (which == "right")
 
 
 def _whence(sample: SampleRecord) -> str:

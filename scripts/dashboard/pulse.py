@@ -8,9 +8,9 @@ from fastapi import Query
 
 from scripts.dashboard.prediction import Predictor
 from scripts.dashboard.status import meanings
-from scripts.observe.files import finite_or_none, parse_objects, read_tail
+from scripts.observe.files import finite_or_none, parse_objects, read_numbers
 from scripts.observe.run import Run
-from scripts.observe.status import State, Status, read_status
+from scripts.observe.status import State, read_status
 from scripts.predict.advice import PREDICTED, advise, gather
 from trainer.tracking.sinks import METRICS_FILE
 
@@ -88,8 +88,7 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
 
     Without a predictor only the rules speak.
     """
-    records, _ = parse_objects(read_tail(run.folder / METRICS_FILE, ADVICE_BYTES))
-    rows = [{key: value for key, value in record.items() if finite_or_none(value) is not None} for record in records]
+    rows = read_numbers(run.folder / METRICS_FILE, ADVICE_BYTES)
     run.event_index.read_on()
     loads = [
         {"waiting": samples[-1].load.waiting, "kv_usage": samples[-1].load.kv_usage}
@@ -98,7 +97,8 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
     ]
     status = read_status(run)
     error = status.detail if status.state in (State.FAILED, State.KILLED) else ""
-    numbers = replace(gather(rows, run.flat_config(), loads), failure=error, phase=_phase(status))
+    phase = f"The run is {status.state.value}{f': {status.detail}' if status.detail else ''}."
+    numbers = replace(gather(rows, run.flat_config(), loads), failure=error, phase=phase)
     steps = max((int(row["step"]) for row in rows if {"step", "timing_s/step"} <= row.keys()), default=0)
     predicted = None if predictor is None else predictor.latest(run, steps)
     rule, text = advise(numbers) if predicted is None else advise(numbers, predicted.text, predicted.gain)
@@ -108,10 +108,3 @@ def advice(run: Run, predictor: Predictor | None) -> Any:
     elif predicted is not None and predicted.why:
         about += f" No prediction: {predicted.why}."
     return {"rule": rule, "text": text, "about": about, "is_pending": predictor is not None and predictor.is_busy}
-
-
-def _phase(status: Status) -> str:
-    """Return a sentence on a run that has not finished a step: what it is doing, or was doing when it ended."""
-    return (
-        f"The run is {status.state.value}: {status.detail}." if status.detail else f"The run is {status.state.value}."
-    )

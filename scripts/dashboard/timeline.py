@@ -7,7 +7,7 @@ from typing import Any
 from rollout.events.kinds import FleetEventKind
 from scripts.observe.events import Window
 from scripts.observe.run import Run
-from scripts.observe.slices import Lanes, served_slices, version_slices
+from scripts.observe.slices import Lanes, relative, served_slices, version_slices
 from scripts.observe.view import RunView, TrajectoryView, TurnView
 
 MOST_TURNS = 20_000
@@ -54,34 +54,30 @@ def picture(window: Window, lost: Mapping[str, Sequence[float]] = {}) -> dict[st
     ranks: defaultdict[int, list[Any]] = defaultdict(list)
     for step in steps:
         for rank, (end, seconds) in step.published.items():
-            ranks[rank].append([step.global_steps, _at(end - seconds, zero), _at(end, zero)])
+            ranks[rank].append([step.global_steps, relative(end - seconds, zero), relative(end, zero)])
     return {
         "zero": zero,
-        "length": _at(until, zero),
+        "length": relative(until, zero),
         "left_out": left_out,
         "is_cut": window.is_cut or left_out > 0,
         "replicas": {name: _replica(view, by_replica[name], name, lost.get(name, ()), until, zero) for name in names},
         "steps": [
-            [step.global_steps, part, _at(span.start, zero), _at(span.end, zero)]
+            [step.global_steps, part, relative(span.start, zero), relative(span.end, zero)]
             for step in steps
             for part, span in step.parts
         ],
         "ranks": {str(rank): ranks[rank] for rank in sorted(ranks)},
         "borders": [
-            [step.global_steps, _at(step.update.start, zero), _at(step.update.end, zero)]
+            [step.global_steps, relative(step.update.start, zero), relative(step.update.end, zero)]
             for step in steps
             if step.update is not None
         ],
         "evaluations": [
-            [evaluation.global_steps, _at(evaluation.start, zero), _at(evaluation.end, zero)]
+            [evaluation.global_steps, relative(evaluation.start, zero), relative(evaluation.end, zero)]
             for evaluation in view.evaluations.values()
         ],
-        "fleet": [[_at(time, zero), event.text] for time, event in view.fleet],
+        "fleet": [[relative(time, zero), event.text] for time, event in view.fleet],
     }
-
-
-def _at(time: float | None, zero: float) -> float | None:
-    return None if time is None else round(time - zero, 5)
 
 
 def _turns(view: RunView, window: Window) -> Iterable[tuple[TrajectoryView, TurnView]]:
@@ -113,13 +109,13 @@ def _replica(
             slices = served_slices(turn.start, end, swaps)
         else:
             slices = version_slices(turn.first_token or turn.start, end, turn.borders, view.find_swaps(turn))
-        cuts = [[_at(cut.start, zero), _at(cut.end, zero), cut.version] for cut in slices]
+        cuts = [[relative(cut.start, zero), relative(cut.end, zero), cut.version] for cut in slices]
         group = None if trajectory.is_evaluation else view.groups.get(trajectory.ordinal)
         rows.append(
             [
                 lane,
-                _at(turn.start, zero),
-                _at(loss if turn.end is None else turn.end, zero),
+                relative(turn.start, zero),
+                relative(loss if turn.end is None else turn.end, zero),
                 cuts,
                 trajectory.ordinal,
                 trajectory.episode,
@@ -135,16 +131,16 @@ def _replica(
     phases = [
         {
             "version": version,
-            "stage_started": _at(update.stage_started, zero),
-            "stage_ended": _at(update.stage_ended, zero),
-            "frozen": _at(update.frozen, zero),
-            "swapped": _at(update.swapped, zero),
-            "resumed": _at(update.resumed, zero),
+            "stage_started": relative(update.stage_started, zero),
+            "stage_ended": relative(update.stage_ended, zero),
+            "frozen": relative(update.frozen, zero),
+            "swapped": relative(update.swapped, zero),
+            "resumed": relative(update.resumed, zero),
             "error": update.error,
         }
         for version, update in updates.items()
     ]
-    return {"lanes": len(lanes), "turns": rows, "updates": phases, "lost": [_at(time, zero) for time in lost]}
+    return {"lanes": len(lanes), "turns": rows, "updates": phases, "lost": [relative(time, zero) for time in lost]}
 
 
 def _moved_to(trajectory: TrajectoryView, turn: TurnView) -> str | None:

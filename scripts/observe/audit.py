@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -354,18 +353,17 @@ class _Auditor:
         except OSError as error:
             self._missing += 1
             return self._find(f"step {step} has no records: {error}")
-        for problem in read.problems:
-            self._find(f"{name}: {problem}")
-        records = read.records
+        self._findings += [f"{name}: {problem}" for problem in read.problems]
+        records, plan, logged = read.records, self._plans.for_step(step), self._logged.get(step, {})
         self._trajectories += len(records)
         self._audit_advantages(step, records)
         self._audit_groups(step, records)
         stalest = self._audit_versions(step, records)
-        for what in _differences(self._logged.get(step, {}), _means(records)):
-            self._find(f"step {step}: {what}")
-        logged, plan = self._logged.get(step, {}), self._plans.for_step(step)
-        if plan.bounds_tokens and not self._is_staleness(logged.get("staleness/max", stalest), stalest):
-            self._find(f"step {step}: staleness/max was {logged['staleness/max']:g}, is {stalest} in its records")
+        self._findings += [f"step {step}: {what}" for what in _differences(logged, _means(records))]
+        counted = logged.get("staleness/max", stalest)
+        # What a user's agent loop left out of the loss may have been the stalest of all that was sampled.
+        if plan.bounds_tokens and not (counted <= stalest if self._masks_sampled else counted == stalest):
+            self._find(f"step {step}: staleness/max was {counted:g}, is {stalest} in its records")
         arrays = self._audit_tokens(step, records) if plan.has_tokens else None
         self._findings += self._proof.findings_of(step, records, arrays)
         if not plan.has_tokens:
@@ -374,13 +372,11 @@ class _Auditor:
     def _audit_advantages(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         """Find the first advantage that the rewards do not make. In a step that was skipped all are 0."""
         rule = self._plans.for_step(step).advantages
-        if rule is not None and not self._was_skipped(step) and (wrong := next(rule.wrong(records), None)):
-            self._find(f"step {step}, {wrong}")
-
-    def _was_skipped(self, step: int) -> bool:
-        """Return whether a step may have been skipped: what is logged is the number of skipped steps so far."""
+        # What is logged is the number of skipped steps so far.
         before, after = (self._logged.get(number, {}).get("actor/skipped_steps", 0) for number in (step - 1, step))
-        return after > before
+        was_skipped = after > before
+        if rule is not None and not was_skipped and (wrong := next(rule.wrong(records), None)):
+            self._find(f"step {step}, {wrong}")
 
     def _audit_groups(self, step: int, records: Sequence[TrajectoryRecord]) -> None:
         plan = self._plans.for_step(step)
@@ -388,20 +384,17 @@ class _Auditor:
         for record in records:
             groups.setdefault(record.ordinal, []).append(record)
             self._rows.take(record.ordinal, record.row)
+        if len(groups) != plan.prompts_per_step:
+            self._find(f"step {step} has {len(groups)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
         for ordinal, group in groups.items():
+            its, indices = group[0], sorted(record.index for record in group)
             self._coverage.take_trained(step, ordinal, group, plan.terms)
-            its = group[0]
             self._sources.take(its.source, its.source_ordinal, ordinal=ordinal, row=its.row, trained=True)
-        indices = {ordinal: [record.index for record in group] for ordinal, group in groups.items()}
-        self._steps_by_ordinal.update(indices.keys())
-        self._again |= {ordinal for ordinal in indices if self._steps_by_ordinal[ordinal] > 1}
-        self._again |= {ordinal for ordinal, some in indices.items() if len(set(some)) < len(some)}
-        if len(indices) != plan.prompts_per_step:
-            self._find(f"step {step} has {len(indices)} prompts, trainer.prompts_per_step={plan.prompts_per_step}")
-        for ordinal, some in indices.items():
-            size = plan.size_of(groups[ordinal][0].source)
-            if sorted(some) != list(range(size)):
-                there = f"trajectories {sorted(some)}, algorithm.group_size={size}"
+            self._steps_by_ordinal[ordinal] += 1
+            if self._steps_by_ordinal[ordinal] > 1 or len(set(indices)) < len(indices):
+                self._again.add(ordinal)
+            if indices != list(range(size := plan.size_of(its.source))):
+                there = f"trajectories {indices}, algorithm.group_size={size}"
                 self._find(f"step {step}: prompt {ordinal} has {there}")
 
     def _audit_shares(self, step: int) -> None:
@@ -442,23 +435,17 @@ class _Auditor:
         self._masks_sampled |= sequence.loss_tokens < sum(end - start for start, end, _ in sequence.versions)
         return versions
 
-    def _is_staleness(self, counted: float, recorded: int) -> bool:
-        """Return whether the run may have counted this for its loss tokens, if all sampled ones have `recorded`."""
-        return counted <= recorded if self._masks_sampled else counted == recorded
-
     def _audit_tokens(self, step: int, records: Sequence[TrajectoryRecord]) -> dict[str, Any] | None:
         """Return the arrays of the step, if they belong to the records."""
         name = f"{TRAJECTORIES}/step_{step:06d}.npz"
         try:
             arrays = self._run.tokens(step)
-            if arrays["num_sequences"].tolist() != [len(record.sequences) for record in records]:
-                self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
-                return None
-            ordinals = np.repeat(arrays["ordinals"], arrays["num_sequences"]).tolist()
-            lengths = list(zip(ordinals, arrays["response_lengths"].tolist(), strict=True))
-            if lengths != [
-                (record.ordinal, sequence.response_tokens) for record in records for sequence in record.sequences
-            ]:
+            of_records = {
+                "ordinals": [record.ordinal for record in records],
+                "num_sequences": [len(record.sequences) for record in records],
+                "response_lengths": [each.response_tokens for record in records for each in record.sequences],
+            }
+            if any(arrays[key].tolist() != numbers for key, numbers in of_records.items()):
                 self._find(f"{name} holds other trajectories than step_{step:06d}.jsonl")
                 return None
             self._tokens.take_step(step, arrays, [(record.ordinal, record.index) for record in records])
@@ -505,8 +492,7 @@ class _Auditor:
         windows = self._coverage.windows(finished=self._summary is not None)
         if first == 1 and not self._plans.earlier:  # a process that resumes logs fewer windows
             for step, metrics in metrics_by_step(windows).items():
-                for what in _differences(self._logged.get(step, {}), metrics):
-                    self._find(f"step {step}: {what}")
+                self._findings += [f"step {step}: {what}" for what in _differences(self._logged.get(step, {}), metrics)]
         self._findings += [what for window in windows if (what := window.missing(allowed=False)) is not None]
         notes = [what for window in windows if (what := window.missing(allowed=True)) is not None]
         return notes, count_coverage(windows)
@@ -517,8 +503,7 @@ class _Auditor:
             read = self._run.evaluation(step)
         except OSError as error:
             return self._find(f"the evaluation of version {step} has no records: {error}")
-        for problem in read.problems:
-            self._find(f"{name}: {problem}")
+        self._findings += [f"{name}: {problem}" for problem in read.problems]
         records = read.records
         allowed = sorted(int(logged["eval/num_prompts"]) * num for num in self._plans.for_evaluation(step))
         if len({(record.ordinal, record.index) for record in records}) != len(records) or len(records) not in allowed:

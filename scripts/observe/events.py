@@ -5,14 +5,13 @@ counted and skipped.
 """
 
 import re
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.events.event import Event, OfStep, Stamped, kind_name
+from rollout.events.event import OfStep, Stamped, kind_name
 from rollout.events.kinds import GroupDiscarded, ReplicaLoad
 from scripts.observe.files import RunError, file_identity, read_page
 from scripts.observe.view import RunView
@@ -21,8 +20,6 @@ from trainer.tracking.events.lines import DamagedLineError, UnknownKindError, ev
 
 CHUNK_BYTES = 4 << 20
 """The number of bytes that are read at a time."""
-NO_STEP = -2
-"""The step of an event that belongs to none."""
 LATE_S = 5.0
 """The seconds by which events of other processes may come later in the file than the driver's: replicas and agent
 workers are asked for theirs once a second."""
@@ -69,14 +66,14 @@ class EventReader:
         """
         while True:
             # Look for the next file before reading this one: once there is a next one, this one grows no more.
-            next_file = self._next_file()
+            later = [number for number, _ in event_files(self._run_dir) if number > self.position.file]
             if lines := self._lines(max_bytes):
                 if events := [stamped for stamped in map(self._parse, lines) if stamped is not None]:
                     return events
-            elif next_file is None:
+            elif not later:
                 return []
             else:
-                self._leave_for(next_file)
+                self._leave_for(min(later))
 
     def __iter__(self) -> Iterator[Stamped]:
         """Yield all events that there are now."""
@@ -91,9 +88,6 @@ class EventReader:
             return ()  # the writer has thinned the file meanwhile: the offset means nothing in the new one
         self.position, self._identity = Position(place.file, page.offset), page.identity
         return page.lines
-
-    def _next_file(self) -> int | None:
-        return min((number for number, _ in event_files(self._run_dir) if number > self.position.file), default=None)
 
     def _leave_for(self, next_file: int) -> None:
         path = event_path(self._run_dir, self.position.file)
@@ -111,11 +105,6 @@ class EventReader:
         return None
 
 
-def event_step(event: Event) -> int:
-    """Return the step or version that the event belongs to, or NO_STEP."""
-    return event.global_steps if isinstance(event, OfStep | GroupDiscarded) else NO_STEP
-
-
 def valid_events(run_dir: Path) -> Iterator[Stamped]:
     """Yield the events of the run in the order of the file, without those that a later `Resumed` supersedes.
 
@@ -129,7 +118,8 @@ def valid_events(run_dir: Path) -> Iterator[Stamped]:
     for number, stamped in enumerate(EventReader(run_dir)):
         while resumes and resumes[0][0] <= number:
             resumes.pop(0)
-        if event_step(stamped.event) <= min((step for _, step in resumes), default=1 << 62):
+        last = min((step for _, step in resumes), default=1 << 62)
+        if not isinstance(stamped.event, OfStep | GroupDiscarded) or stamped.event.global_steps <= last:
             yield stamped
 
 
@@ -177,7 +167,8 @@ class EventIndex:
     """Finds the events of a few steps without holding or decoding all of them.
 
     One pass over the files, a little at each call, decodes only the rare kinds (steps, updates, the fleet) into a view
-    and marks which time begins at which byte. The frequent kinds are read from there, for a window of time.
+    and marks which time begins at which byte. The frequent kinds are read from there, for a window of time. It is for
+    one thread at a time, as the page makes its answers.
 
     Example:
         index = EventIndex(run_dir)
@@ -190,7 +181,6 @@ class EventIndex:
         self._run_dir = run_dir
         self._scan = _Scan()
         self._windows: dict[tuple[float, float, int], Window] = {}
-        self._lock = threading.Lock()  # the page answers each request in a thread of its own
 
     @property
     def view(self) -> RunView:
@@ -203,13 +193,13 @@ class EventIndex:
 
     def read_on(self, budget_s: float = BUDGET_S) -> float:
         """Read on for so many seconds. Return the share of the bytes that were read, 1 if there are none."""
-        with self._lock:
-            until = time.monotonic() + budget_s
-            if self._was_replaced():
-                self._scan, self._windows = _Scan(), {}
-            while self._read_page() and time.monotonic() < until:
-                pass
-            return self._share()
+        until = time.monotonic() + budget_s
+        now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
+        if any(now.get(number) != identity for number, identity in self._scan.identities.items()):
+            self._scan, self._windows = _Scan(), {}  # a file was thinned meanwhile
+        while self._read_page() and time.monotonic() < until:
+            pass
+        return self._share()
 
     def read_steps(self, first: int, last: int) -> Window:
         """Return the events around the steps from `first` to `last`, and those of the groups that they trained.
@@ -217,8 +207,8 @@ class EventIndex:
         Raises:
             RunError: one of the steps is not in the events.
         """
-        steps = self.view.steps
-        known = sorted(number for number, step in steps.items() if step.start is not None)
+        starts = {number: step.start for number, step in self.view.steps.items() if step.start is not None}
+        known = sorted(starts)
         if not known or first not in known or last not in known or last < first:
             there = f"{known[0]} to {known[-1]} are there" if known else "there is none"
             raise RunError(f"steps={first}:{last}: not in the events; {there}")
@@ -227,22 +217,13 @@ class EventIndex:
         context = 2 + (started.max_staleness if started else 1)
         early = known[max(0, known.index(first) - context)]
         after = known[known.index(last) + 1 :]
-        until = self._start(after[0]) if after else self.view.last
-        return self._window(self._start(early), self._start(first), until)
-
-    def _start(self, step: int) -> float:
-        start = self.view.steps[step].start
-        assert start is not None
-        return start
-
-    def _window(self, early: float, since: float, until: float) -> Window:
-        with self._lock:
-            key = (early, until, self._scan.position.offset)
-            if key not in self._windows:
-                self._windows[key] = self._read_window(early, since, until)
-            while len(self._windows) > WINDOWS_KEPT:
-                del self._windows[next(iter(self._windows))]
-            return self._windows[key]
+        until = starts[after[0]] if after else self.view.last
+        key = (starts[early], until, self._scan.position.offset)
+        if key not in self._windows:
+            self._windows[key] = self._read_window(starts[early], starts[first], until)
+        while len(self._windows) > WINDOWS_KEPT:
+            del self._windows[next(iter(self._windows))]
+        return self._windows[key]
 
     def _read_window(self, early: float, since: float, until: float) -> Window:
         view, num_bytes = RunView(), 0
@@ -259,11 +240,6 @@ class EventIndex:
             if num_bytes >= WINDOW_BYTES:
                 return Window(view, since, min(until, events[-1].time), is_cut=True)
         return Window(view, since, until, is_cut=False)
-
-    def _was_replaced(self) -> bool:
-        known = self._scan.identities
-        now = {number: file_identity(path.stat()) for number, path in event_files(self._run_dir)}
-        return any(now.get(number) != identity for number, identity in known.items())
 
     def _read_page(self) -> bool:
         """Take the next page of the files into the view. Return whether there was one."""

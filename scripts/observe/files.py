@@ -1,10 +1,11 @@
-"""Reading files that another process may still be writing: whole lines from a byte offset on."""
+"""Reading the files of a run, which another process may still be writing: whole lines from an offset on, and arrays."""
 
 import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +115,17 @@ def parse_objects(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
         if isinstance(value, dict):
             objects.append(value)
     return objects, len(lines) - len(objects)
+
+
+def read_numbers(path: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """Return the JSON objects at the end of a file as `read_tail` does, each with its finite numbers only."""
+    objects, _ = parse_objects(read_tail(path, max_bytes))
+    return [{key: value for key, value in each.items() if finite_or_none(value) is not None} for each in objects]
+
+
+def slices(lengths: Any) -> list[slice]:
+    """Return where the parts of these lengths are in the array that has them one after the other."""
+    return [slice(start, end) for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]
 
 
 def each_record(path: Path, kind: type[R]) -> Iterator[R | str]:

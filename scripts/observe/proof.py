@@ -10,12 +10,12 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.observe.files import slices
 from trainer.checkpoint.store import CheckpointError, verified
 from trainer.tracking.trajectories import TrajectoryRecord, recorded_routes
 
@@ -251,8 +251,8 @@ def _digests(records: Sequence[TrajectoryRecord], arrays: Mapping[str, Any] | No
 
 
 def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    prompts, responses = _edges(arrays["prompt_lengths"]), _edges(arrays["response_lengths"])
-    starts = [0, *(end for _, end in responses)]  # the last is the end, for a trajectory without a sequence
+    prompts, responses = slices(arrays["prompt_lengths"]), slices(arrays["response_lengths"])
+    starts = [0, *(response.stop for response in responses)]  # the last is the end, for a trajectory without a sequence
     mask = arrays["loss_mask"].astype(np.uint8)
     num_loss = [0, *np.cumsum(mask, dtype=np.int64).tolist()]
     counts = arrays.get("kept_counts", np.zeros(0)).astype("<i4")
@@ -263,7 +263,7 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for place, num_sequences in enumerate(arrays["num_sequences"].tolist()):
         tokens = b""
         for own in range(sequence, sequence + num_sequences):
-            prompt, response = slice(*prompts[own]), slice(*responses[own])
+            prompt, response = prompts[own], responses[own]
             tokens += struct.pack("<ii", prompt.stop - prompt.start, response.stop - response.start)
             tokens += arrays["prompt_ids"][prompt].astype("<i4").tobytes()
             tokens += arrays["response_ids"][response].astype("<i4").tobytes() + mask[response].tobytes()
@@ -285,10 +285,6 @@ def _array_digests(arrays: Mapping[str, Any]) -> Iterator[dict[str, str]]:
             "training": _blake2b(training),
         }
         sequence += num_sequences
-
-
-def _edges(lengths: Any) -> list[tuple[int, int]]:
-    return list(pairwise([0, *np.cumsum(lengths).tolist()]))
 
 
 def _blake2b(data: bytes) -> str:

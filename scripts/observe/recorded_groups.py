@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout.types import FloatArray, Prompt, TokenSequence, Trajectory, TrajectoryGroup, TurnReward, VersionSpan
-from scripts.observe.files import RunError, read_arrays
+from scripts.observe.files import RunError, read_arrays, slices
 from scripts.observe.run import Run
 from trainer.tracking.trajectories import (
     FORMATS,
@@ -131,10 +131,9 @@ def _sequences(records: Sequence[SequenceRecord], arrays: dict[str, Any]) -> Ite
 
 def _cut(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
     """Return the parts of these lengths. Raises ValueError unless they are the whole."""
-    ends = np.cumsum([0, *lengths]).tolist()
-    if ends[-1] != len(array):
-        raise ValueError(f"{len(array)} tokens where the lengths say {ends[-1]}")
-    return [array[start:end] for start, end in pairwise(ends)]
+    if sum(lengths) != len(array):
+        raise ValueError(f"{len(array)} tokens where the lengths say {sum(lengths)}")
+    return [array[part] for part in slices(lengths)]
 
 
 def _trajectory(record: TrajectoryRecord, sequences: tuple[TokenSequence, ...], reward: float) -> Trajectory:

@@ -9,7 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -48,7 +48,7 @@ HEAD = 160
 """The number of characters of a prompt that an index keeps."""
 _ASIDE = re.compile(r"-step_(\d+)")
 INDEXES_KEPT = 8
-"""The number of step indexes that stay in memory."""
+"""The number of step indexes that stay in memory, of all runs."""
 R = TypeVar("R")
 
 
@@ -71,7 +71,6 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._indexes: dict[tuple[int, int, int], StepIndex] = {}
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
@@ -189,14 +188,9 @@ class Run:
         path = self.trajectories_path(step)
         try:
             status = path.stat()
-            key = (step, status.st_ino, status.st_size)
-            index = self._indexes.pop(key, None) or read_index(path)
+            return _kept_index(path, status.st_ino, status.st_size)
         except FileNotFoundError:
             raise RunError(f"step={step}: no trajectories of that step in {self.folder.name}") from None
-        self._indexes[key] = index  # inserted anew, so that the least recently used index comes first
-        while len(self._indexes) > INDEXES_KEPT:
-            del self._indexes[next(iter(self._indexes))]
-        return index
 
     def entry(self, step: int, ordinal: int, index: int) -> "Entry":
         """Return a trajectory by its prompt and its place in the group. Raises RunError if there is none."""
@@ -328,6 +322,12 @@ def read_index(path: Path) -> StepIndex:
             place += 1
             offset += len(line)
     return index
+
+
+@lru_cache(maxsize=INDEXES_KEPT)
+def _kept_index(path: Path, identity: int, size: int) -> StepIndex:
+    """Return the index of a file from memory, unless the file has changed since."""
+    return read_index(path)
 
 
 def _row(line: bytes) -> Row | None:

@@ -5,6 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
+def relative(time: float | None, zero: float) -> float | None:
+    """Return a time as pictures have it: in seconds since `zero`, to 10 microseconds; None if there is none."""
+    return None if time is None else round(time - zero, 5)
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSlice:
     """A span of time, in seconds since the epoch, in which these weights sampled the turn."""

@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from scripts.command.bookkeeping import ERROR_FILE
 from scripts.command.command import STOPPED, UNPROVEN
 from scripts.command.run_folder import LOCK_FILE, Holder, read_holder
-from scripts.observe.files import finite_or_none, parse_objects, read_tail
+from scripts.observe.files import finite_or_none, parse_objects, read_numbers, read_tail
 from scripts.observe.run import EXACT, Run, last_change, replayed_run
 from trainer.tracking.events.lines import event_files
 from trainer.tracking.sinks import METRICS_FILE
@@ -117,7 +118,7 @@ def read_status(run: Run, now: float | None = None) -> Status:
     is_live = state in (State.STARTING, State.RUNNING)
     eta_s = None
     if state is State.RUNNING and total and step is not None:
-        eta_s = max(0, total - step) * _mean_step_s(rows)
+        eta_s = max(0, total - step) * fmean(row["timing_s/step"] for row in rows[-ETA_STEPS:])
     return Status(
         state=state,
         step=step,
@@ -197,14 +198,8 @@ def _phase(run: Run, rows: list[dict[str, Any]], events: list[dict[str, Any]]) -
 def _steps(run: Run) -> list[dict[str, Any]]:
     """Return the latest rows of steps, with their finite numbers only."""
     path = run.folder / METRICS_FILE
-    records = parse_objects(read_tail(path, TAIL_BYTES))[0] if run.has(path) else []
-    rows = [{key: value for key, value in record.items() if finite_or_none(value) is not None} for record in records]
+    rows = read_numbers(path, TAIL_BYTES) if run.has(path) else []
     return [row for row in rows if "step" in row and "timing_s/step" in row]
-
-
-def _mean_step_s(rows: list[dict[str, Any]]) -> float:
-    latest = rows[-ETA_STEPS:]
-    return sum(row["timing_s/step"] for row in latest) / len(latest)
 
 
 def _last_events(run: Run) -> list[dict[str, Any]]:

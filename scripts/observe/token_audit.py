@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rollout.sampled_tokens import SAMPLED, SampledFile, SampledPiece
+from scripts.observe.files import slices
 from scripts.observe.provenance import TrainedSequence, Verdict, judge
 from trainer.tracking.trajectories import recorded_kept
 
@@ -154,13 +154,8 @@ def _trajectories(arrays: Mapping[str, Any]) -> Iterator[list[TrainedSequence]]:
             kept=None if drawn_from is None else drawn_from[response_slice],
         )
         for prompt_slice, response_slice in zip(
-            _slices(arrays["prompt_lengths"]), _slices(arrays["response_lengths"]), strict=True
+            slices(arrays["prompt_lengths"]), slices(arrays["response_lengths"]), strict=True
         )
     )
     for num_sequences in arrays["num_sequences"].tolist():
         yield [next(sequences) for _ in range(num_sequences)]
-
-
-def _slices(lengths: Any) -> list[slice]:
-    """Return the slices of concatenated arrays of these lengths."""
-    return [slice(start, end) for start, end in pairwise([0, *np.cumsum(lengths).tolist()])]

@@ -1,7 +1,7 @@
-"""Random changes of a run's records, each of which an audit must find."""
+"""Changes of a run's records, each of which an audit must find: at random, or as a test says."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -45,6 +45,21 @@ def findings_or_refusal(run_dir: Path) -> Sequence[str]:
         return audit(run_dir).findings
     except RunError as error:
         return [str(error)]
+
+
+def change_lines(name: str, change: Callable[[list[str]], object]) -> Callable[[Path], None]:
+    """Return what changes the lines of a file of a run as `change` changes their list."""
+
+    def do(run_dir: Path) -> None:
+        lines = (run_dir / name).read_text().splitlines(keepends=True)
+        change(lines)
+        (run_dir / name).write_text("".join(lines))
+
+    return do
+
+
+def change_first_line(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    return change_lines(name, lambda lines: lines.insert(0, change(lines.pop(0))))
 
 
 def _bit(data: bytes, chance: random.Random) -> bytes:

@@ -46,14 +46,9 @@ def describe_machine() -> Machine:
         system=platform.platform(),
         cpus=os.cpu_count() or 0,
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
-        gpus=_gpus(),
+        gpus=() if "No such file" in (gpus := output(GPU_QUERY)) else tuple(gpus.splitlines()),
         packages=packages(),
     )
-
-
-def _gpus() -> tuple[str, ...]:
-    listed = output(GPU_QUERY)
-    return () if "No such file" in listed else tuple(listed.splitlines())
 
 
 def packages() -> dict[str, str]:

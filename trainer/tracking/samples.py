@@ -134,7 +134,10 @@ class Sampler:
             reward=trajectory.shaped_reward,
             advantage=round(advantage, 6),
             response_tokens=trajectory.num_tokens,
-            versions=" | ".join(map(_spans, trajectory.sequences)),
+            versions=" | ".join(
+                ", ".join(f"{span.global_steps}: {span.start}-{span.end}" for span in sequence.spans)
+                for sequence in trajectory.sequences
+            ),
             staleness_max=int(max(self._staleness(trajectory.sequences, global_steps), default=0)),
             finish_reason=trajectory.finish_reason,
             replica=trajectory.replica,
@@ -174,10 +177,6 @@ def _edges(low: float, high: float) -> NDArray[np.float64]:
     if np.isfinite(edges).all() and (edges[1:] > edges[:-1]).all():
         return edges
     return np.array([low, high] if low < high else sorted([low, np.nextafter(low, 0.0)]), np.float64)
-
-
-def _spans(sequence: TokenSequence) -> str:
-    return ", ".join(f"{span.global_steps}: {span.start}-{span.end}" for span in sequence.spans)
 
 
 def _short(text: str) -> str:

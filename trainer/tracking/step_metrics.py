@@ -21,6 +21,7 @@ def group_metrics(
     response_lengths = np.array([trajectory.num_tokens for trajectory in trajectories])
     prompt_lengths = np.array([len(sequence.prompt_ids) for sequence in sequences] or [0])
     flat_advantages = np.concatenate(list(advantages))
+    score_s = [group.trajectories[0].score_s for group in groups if group.is_taught]
     solved = [{trajectory.reward for trajectory in group.trajectories if trajectory.is_scored} for group in groups]
     return {
         "critic/score/mean": float(scores.mean()),
@@ -39,8 +40,8 @@ def group_metrics(
         "prompt_length/mean": float(prompt_lengths.mean()),
         "rollout/prefix_cached_tokens": float(np.mean([t.cached_tokens for t in trajectories])),
         "perf/tokens": float(response_lengths.sum() + prompt_lengths.sum()),
-        **_teacher_metrics(groups),
-        **_kept_metrics(trajectories),
+        **({"teacher/score_s": float(np.mean(score_s))} if score_s else {}),
+        **_kept_metrics(sequences),
         **_route_metrics(sequences),
         **_traffic_metrics(sequences),
         **{f"reward/{name}": mean for name, mean in _means([t.reward_metrics for t in trajectories])},
@@ -73,14 +74,8 @@ def _source_metrics(
     return metrics
 
 
-def _teacher_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    seconds = [group.trajectories[0].score_s for group in groups if group.is_taught]
-    return {"teacher/score_s": float(np.mean(seconds))} if seconds else {}
-
-
-def _kept_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _kept_metrics(sequences: Sequence[TokenSequence]) -> dict[str, float]:
     """Return how much truncated sampling left, of the sampled tokens; nothing where none was truncated."""
-    sequences = [sequence for trajectory in trajectories for sequence in trajectory.sequences]
     counts = [s.kept.counts[s.token_versions() >= 0] for s in sequences if s.kept is not None]
     if not counts:
         return {}

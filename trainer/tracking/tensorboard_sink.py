@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,18 @@ class TensorboardSink:
         values = [value(tag=tag, simple_value=number) for tag, number in metrics.items()]
         if samples is not None:
             values += [value(tag=tag, histo=self._histo(histogram)) for tag, histogram in samples.histograms.items()]
-        summary = self._summary.Summary(value=values)
-        events = [] if self._has_begun else list(self._beginning())
-        events.append(self._event.Event(wall_time=time.time(), step=step, summary=summary))
-        append_line(self._path, self._framed(events))
+        event, events = self._event.Event, list[Any]()
+        if not self._has_begun:
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            events.append(event(wall_time=time.time(), file_version=FILE_VERSION))
+            events.append(event(wall_time=time.time(), step=self._first_step, session_log=start))
+        events.append(event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=values)))
+        framed = BytesIO()  # each event with its length and checksums
+        writer = self._make_writer(framed)
+        for one in events:
+            writer.write(one.SerializeToString())
+        append_line(self._path, framed.getvalue())
         self._has_begun = True
-
-    def _beginning(self) -> Iterator[Any]:
-        yield self._event.Event(wall_time=time.time(), file_version=FILE_VERSION)
-        start = self._event.SessionLog(status=self._event.SessionLog.START)
-        yield self._event.Event(wall_time=time.time(), step=self._first_step, session_log=start)
 
     def _histo(self, histogram: Histogram) -> Any:
         """Return a histogram as TensorBoard has it: bins have only an upper edge, and the first begins at `min`."""
@@ -75,14 +77,6 @@ class TensorboardSink:
             bucket_limit=histogram.edges[1:],
             bucket=histogram.counts,
         )
-
-    def _framed(self, events: Sequence[Any]) -> bytes:
-        """Return the events as an event file has them, each with its length and checksums."""
-        framed = BytesIO()
-        writer = self._make_writer(framed)
-        for event in events:
-            writer.write(event.SerializeToString())
-        return framed.getvalue()
 
     def close(self, exit_code: int) -> None:
         """Do nothing: every event is written already."""

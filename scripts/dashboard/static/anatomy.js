@@ -11,7 +11,7 @@ screens.anatomy = {
     const step = Number(params.get("last") || params.get("step") || done);
     const data = await get("anatomy", {run: currentRun(), step});
     const picture = anatomyPicture(data, step);
-    clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, null, step),
+    clear(main, h("h1", null, `Batch of step ${step}`), stepChooser("anatomy", numbers, step),
       h("section", {class: "card advice"}, data.why),
       h("section", {class: "card"}, picture, anatomyLegend(data)),
       data.left_out ? h("p", {class: "muted"}, `groups that were ready earlier and are not shown: ${data.left_out}`) : null,

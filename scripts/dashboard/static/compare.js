@@ -9,7 +9,7 @@ const OF_REPLAYS = ["replay/gradient_cosine", "replay/weights_distance", "replay
 screens.compare = {
   title: "Compare",
   async open(main, params) {
-    const names = runNames.filter((name) => name !== currentRun());
+    const names = runs.map((run) => run.name).filter((name) => name !== currentRun());
     if (!names.length) return clear(main, h("h1", null, "Compare"), card(null, ["there is no other run in this folder; name two with run=A run=B. All metrics of this one are on the screen ", h("a", {href: to("metrics", {})}, "Metrics")]));
     const other = params.get("with") || names[0];
     const x = params.get("x") || "step";
@@ -18,9 +18,8 @@ screens.compare = {
     const [ours, theirs] = [new Metrics(currentRun(), keys), new Metrics(other, keys)];
     const charts = h("div", {class: "grid"});
     const go = (change) => { location.hash = to("compare", {with: other, x, ...(more ? {key: more} : {}), ...change}); };
-    const select = h("select", {"aria-label": "the other run", onchange: () => go({with: select.value})}, names.map((name) => h("option", {value: name}, name)));
-    const axis = h("select", {"aria-label": "over", onchange: () => go({x: axis.value})},
-      h("option", {value: "step"}, "over steps"), h("option", {value: "timing_s/elapsed"}, "over seconds"));
+    const select = choice("the other run", names.map((name) => [name, name]), other, (name) => go({with: name}));
+    const axis = axisChoice(x, (over) => go({x: over}));
     const key = h("input", {list: "names", value: more, placeholder: "add a metric", "aria-label": "add a metric", onchange: () => go({key: key.value})});
     const list = h("datalist", {id: "names"});
     const draw = () => {
@@ -36,8 +35,6 @@ screens.compare = {
     clear(main, h("h1", null, "Compare"), h("div", {class: "controls"}, `${currentRun()} compared with`, select, axis, key, list),
       ...states.filter((state) => state.detail.startsWith("replay of ")).map((state) => card(null, [state.detail])),
       card("Config keys that differ", differences(config.keys, otherConfig.keys, other)), card("At their last step", comparison(ours, theirs, other)), charts);
-    select.value = other;
-    axis.value = x;
     draw();
     return {async refresh() { if ((await Promise.all([ours.read(), theirs.read()])).some(Boolean)) draw(); }};
   },

@@ -205,6 +205,29 @@ function table(heads, rows, empty = "nothing") {
     h("tbody", null, rows.map((row) => (row instanceof Node ? row : h("tr", null, row.map((cell) => h("td", null, cell))))))));
 }
 
+/** A list to choose from. options: [[value, name]]; choose(value): called once a choice is made. */
+function choice(label, options, value, choose) {
+  const select = h("select", {"aria-label": label, onchange: () => choose(select.value)}, options.map(([one, name]) => h("option", {value: one}, name)));
+  select.value = value;
+  return select;
+}
+
+const axisChoice = (x, choose) => choice("over", [["step", "over steps"], ["timing_s/elapsed", "over seconds"]], x, choose);
+
+/** A button that goes to the number so many places after `at`, where there is one. */
+function walk(numbers, at, by, name, go) {
+  const number = numbers[numbers.indexOf(at) + by];
+  return h("button", {disabled: number === undefined, onclick: () => go(number)}, name);
+}
+
+/** Where a page of a table is in the whole, and the pages beside it. */
+function pager(screen, data, asked) {
+  const go = (offset) => { location.hash = to(screen, {...asked, offset}); };
+  return h("div", {class: "controls"}, h("button", {disabled: data.offset === 0, onclick: () => go(Math.max(0, data.offset - data.page))}, "previous"),
+    `${data.total ? data.offset + 1 : 0} to ${data.offset + data.rows.length} of ${data.total}`,
+    h("button", {disabled: data.offset + data.rows.length >= data.total, onclick: () => go(data.offset + data.page)}, "next"));
+}
+
 /** The address of a screen, of the run that is shown. */
 function to(screen, params) {
   return `#${screen}?${new URLSearchParams({run: currentRun(), ...params})}`;

@@ -25,7 +25,7 @@ screens.evaluations = {
     clear(main, h("h1", null, `Evaluation of v${asked.version}`), sampleControls(asked, versions),
       card("Accuracy by data source", table(["source", "accuracy", "samples", "prompts", "failed", "mean tokens"], data.sources.map((one) => [
         one.name || "(none)", meter(one.accuracy, 0, 1), one.samples, one.prompts, one.failed ? h("span", {class: "bad"}, one.failed) : 0, short(one.tokens)]))),
-      charts, card("Samples", sampleTable(data), samplePager(data, asked), data.damaged ? h("p", {class: "bad"}, `damaged lines in the file: ${data.damaged}`) : null));
+      charts, card("Samples", sampleTable(data), pager("evaluations", data, asked), data.damaged ? h("p", {class: "bad"}, `damaged lines in the file: ${data.damaged}`) : null));
     const at = versions.indexOf(asked.version);
     const go = (by) => () => { if (versions[at + by] !== undefined) location.hash = to("evaluations", {...asked, offset: 0, version: versions[at + by]}); };
     return {...(embedded ? {} : {refresh: isNews}), keys: {n: go(1), p: go(-1)}};
@@ -34,14 +34,11 @@ screens.evaluations = {
 
 function sampleControls(asked, versions) {
   const go = (change) => { location.hash = to("evaluations", {...asked, offset: 0, ...change}); };
-  const version = h("select", {"aria-label": "version", onchange: () => go({version: version.value})}, versions.map((value) => h("option", {value}, `v${value}`)));
-  version.value = asked.version;
-  const which = h("select", {"aria-label": "which samples", onchange: () => go({which: which.value})}, Object.entries(SAMPLES).map(([value, name]) => h("option", {value}, name)));
-  which.value = asked.which;
   const text = h("input", {type: "search", value: asked.text, placeholder: "text of prompt, response or source", "aria-label": "filter", onchange: () => go({text: text.value})});
-  const beside = (by) => versions[versions.indexOf(asked.version) + by];
-  const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go({version: beside(by)})}, name);
-  return h("div", {class: "controls"}, walk(-1, "earlier"), version, walk(1, "later"), which, text, h("span", {class: "muted"}, "keys: n for later, p for earlier"));
+  const beside = (by, name) => walk(versions, asked.version, by, name, (version) => go({version}));
+  return h("div", {class: "controls"}, beside(-1, "earlier"),
+    choice("version", versions.map((value) => [value, `v${value}`]), asked.version, (version) => go({version})), beside(1, "later"),
+    choice("which samples", Object.entries(SAMPLES), asked.which, (which) => go({which})), text, h("span", {class: "muted"}, "keys: n for later, p for earlier"));
 }
 
 function sampleTable(data) {
@@ -56,11 +53,4 @@ const brief = (text) => (text.length < 40 ? text : clipped(text));
 function folded(text) {
   if (text.length < 200) return clipped(text);
   return h("details", {class: "folded"}, h("summary", null, clipped(text)), h("div", {class: "text-block", tabindex: 0}, text));
-}
-
-function samplePager(data, asked) {
-  const go = (offset) => { location.hash = to("evaluations", {...asked, offset}); };
-  return h("div", {class: "controls"}, h("button", {disabled: data.offset === 0, onclick: () => go(Math.max(0, data.offset - data.page))}, "previous"),
-    `${data.total ? data.offset + 1 : 0} to ${data.offset + data.rows.length} of ${data.total}`,
-    h("button", {disabled: data.offset + data.rows.length >= data.total, onclick: () => go(data.offset + data.page)}, "next"));
 }

@@ -7,7 +7,9 @@ screens.files = {
     const data = await get("config", {run: currentRun()});
     const view = h("div");
     const names = data.logs.map(([name]) => name);
-    const select = h("select", {"aria-label": "log"}, data.logs.map(([name, size]) => h("option", {value: name}, `${name} (${short(size)} bytes)`)));
+    const full = data.logs.find(([, size]) => size > 0);
+    const select = choice("log", data.logs.map(([name, size]) => [name, `${name} (${short(size)} bytes)`]),
+      params.get("log") || (full ? full[0] : names[0] || ""), () => show(-1));
     const show = async (end) => {
       try {
         const log = await get("log", {run: currentRun(), name: select.value, end});
@@ -18,9 +20,6 @@ screens.files = {
         clear(view, problem(error));
       }
     };
-    select.addEventListener("change", () => show(-1));
-    const full = data.logs.find(([, size]) => size > 0);
-    select.value = params.get("log") || (full ? full[0] : names[0] || "");
     clear(main, h("h1", null, "Config and logs"), h("p", {class: "muted"}, data.folder),
       card("Logs", names.length ? [h("div", {class: "controls"}, select), view] : "no logs"),
       data.summary === null ? null : card("summary.json", h("pre", {tabindex: 0}, data.summary)),

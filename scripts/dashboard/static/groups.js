@@ -22,7 +22,7 @@ screens.groups = {
     const group = ordinal === null ? null : await get("group", {run: currentRun(), step: asked.step, ordinal: Number(ordinal)});
     clear(main, h("h1", null, `Groups of step ${asked.step}`), groupControls(asked, known.trained),
       group ? groupCard(group, asked) : null,
-      card(null, groupTable(data, asked), pager(data, asked),
+      card(null, groupTable(data, asked), pager("groups", data, asked),
         data.damaged ? h("p", {class: "bad"}, `damaged lines in the file: ${data.damaged}`) : null),
       await discardedCard());
     return group ? {keys: groupKeys(group.beside, (ordinal_) => to("groups", {...asked, ordinal: ordinal_}), ["n", "N"], ["p", "P"])} : null;
@@ -39,14 +39,11 @@ function groupControls(asked, numbers) {
   const go = (change) => { location.hash = to("groups", {...asked, offset: 0, ...change}); };
   const step = h("input", {type: "number", value: asked.step, min: numbers[0], max: numbers[numbers.length - 1], "aria-label": "step",
     onchange: () => go({step: step.value})});
-  const which = h("select", {"aria-label": "which groups", onchange: () => go({which: which.value})},
-    Object.entries(WHICH).map(([value, name]) => h("option", {value}, name)));
-  which.value = asked.which;
   const text = h("input", {type: "search", value: asked.text, placeholder: "text or number of a prompt, or source", "aria-label": "filter",
     onchange: () => go({text: text.value})});
-  const beside = (by) => numbers[numbers.indexOf(asked.step) + by];
-  const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go({step: beside(by)})}, name);
-  return h("div", {class: "controls"}, walk(-1, "earlier"), "step", step, walk(1, "later"), which, text);
+  const beside = (by, name) => walk(numbers, asked.step, by, name, (number) => go({step: number}));
+  return h("div", {class: "controls"}, beside(-1, "earlier"), "step", step, beside(1, "later"),
+    choice("which groups", Object.entries(WHICH), asked.which, (which) => go({which})), text);
 }
 
 function groupTable(data, asked) {
@@ -78,13 +75,6 @@ function meter(value, low, high) {
 }
 
 const versionRange = (pair) => (pair === null ? "-" : pair[0] === pair[1] ? `v${pair[0]}` : `v${pair[0]} – v${pair[1]}`);
-
-function pager(data, asked) {
-  const go = (offset) => { location.hash = to("groups", {...asked, offset}); };
-  return h("div", {class: "controls"}, h("button", {disabled: data.offset === 0, onclick: () => go(Math.max(0, data.offset - data.page))}, "previous"),
-    `${data.total ? data.offset + 1 : 0} to ${data.offset + data.rows.length} of ${data.total}`,
-    h("button", {disabled: data.offset + data.rows.length >= data.total, onclick: () => go(data.offset + data.page)}, "next"));
-}
 
 function groupCard(group, asked) {
   const [before, after] = group.beside, link = (ordinal, words) => (ordinal === null ? null : h("a", {href: to("groups", {...asked, ordinal})}, words));

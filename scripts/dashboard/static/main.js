@@ -5,7 +5,6 @@ const ORDER = ["pulse", "timeline", "anatomy", "groups", "trajectory", "fleet", 
 const KEYS = "1234567890r"; // the keys of these screens
 const RUNS_EVERY_MS = 10000;
 let pulseKeys = [];
-let runNames = [];
 let runs = []; // as `list_of_runs` has them
 let runStatus = null; // of the run that is shown
 let opened = null; // what the screen gave: refresh, keys
@@ -38,12 +37,13 @@ async function readRuns() {
   pulseKeys = known.keys;
   Object.assign(meanings, known.meanings);
   runs = known.runs;
-  runNames = runs.map((run) => run.name);
   const name = (run) => `${run.name}${run.status ? ` \u2013 ${run.status.state}` : ""}`;
   if ([...select.options].map((one) => one.text).join("\n") === runs.map(name).join("\n")) return;
   clear(select, runs.map((run) => h("option", {value: run.name, title: run.folder}, name(run))));
-  if (runNames.includes(shown)) select.value = shown;
+  if (isRun(shown)) select.value = shown;
 }
+
+const isRun = (name) => runs.some((run) => run.name === name);
 
 /** The line that every screen has: the state of the run, its step, and when it was last heard of. */
 async function readStatus() {
@@ -67,8 +67,8 @@ async function reopen() {
   const mine = ++turn;
   const select = document.getElementById("run");
   const wanted = params.get("run");
-  if (wanted !== null && !runNames.includes(wanted) && !embedded) await readRuns().catch(() => {}); // it may have begun just now
-  const isUnknown = wanted !== null && !runNames.includes(wanted);
+  if (wanted !== null && !isRun(wanted) && !embedded) await readRuns().catch(() => {}); // it may have begun just now
+  const isUnknown = wanted !== null && !isRun(wanted);
   if (wanted !== null && !isUnknown) select.value = wanted;
   clear(document.getElementById("nav"), ORDER.map((one, i) => h("a", {href: to(one, {}), "aria-current": one === name ? "page" : null,
     title: `key ${KEYS[i]}`}, screens[one].title)));

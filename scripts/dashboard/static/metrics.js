@@ -22,9 +22,7 @@ screens.metrics = {
     const metrics = await metricsOf(names, shown, x);
     const charts = h("div", {class: "grid"});
     const filter = h("input", {type: "search", value: text, placeholder: "part of a name or a pattern", "aria-label": "filter", onchange: () => go({text: filter.value})});
-    const axis = h("select", {"aria-label": "over", onchange: () => go({x: axis.value, offset})},
-      h("option", {value: "step"}, "over steps"), h("option", {value: "timing_s/elapsed"}, "over seconds"));
-    axis.value = x;
+    const axis = axisChoice(x, (over) => go({x: over, offset}));
     const families = [...new Set(names.map((name) => name.split("/")[0]))];
     clear(main, h("h1", null, "Metrics"), h("div", {class: "controls"}, filter, axis, `${chosen.length} of ${names.length} metrics`,
       lookControls(look, () => draw(), keep),

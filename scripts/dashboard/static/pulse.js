@@ -86,36 +86,34 @@ function whyEmpty(metrics, series) {
   return `this run has not recorded ${shown || "it"}`;
 }
 
-const drawLines = lines;
-
 function pulseCharts(metrics, stale) {
   const of = (name, key, colour, more) => ({name, key, points: metrics.points(key), colour, ...more});
-  const lines = (title, series, options) => drawLines(title, series, {empty: whyEmpty(metrics, series), ...options});
+  const chart = (title, series, options) => lines(title, series, {empty: whyEmpty(metrics, series), ...options});
   const learned = [of("training", "actor/ce_loss", "--s0"), of("validation", "eval/ce_loss", "--s1", {dots: true})];
   return [
-    ...(learned.some((line) => line.points.length) ? [lines("Cross-entropy of conversations, nats", learned)] : []),
-    lines("Reward and held-out accuracy", [
+    ...(learned.some((line) => line.points.length) ? [chart("Cross-entropy of conversations, nats", learned)] : []),
+    chart("Reward and held-out accuracy", [
       of("reward", "critic/rewards/mean", "--s0"), of("accuracy", "eval/accuracy", "--s1", {dots: true})]),
-    lines("Tokens per second", [
+    chart("Tokens per second", [
       of("sampled", "perf/throughput/generated", "--s0"), of("trained", "perf/throughput/trained", "--s2")]),
-    lines("Idle time", [
+    chart("Idle time", [
       of("trainer", "perf/trainer_idle", "--s1"), of("replicas", "perf/replica_idle", "--s0")], {format: percent}),
     bars(`Staleness of the tokens of step ${stale.step}`, stale.tokens.map(([age, count]) => [String(age), count]),
       "versions between sampling and training", {empty: whyEmpty(metrics, []),
         about: "The tokens sampled for the step, by how many versions the weights that sampled them are older than those that the step trains."}),
-    lines("Staleness", [of("max", "staleness/max", "--s1", {isRaw: true}), of("mean", "staleness/mean", "--s0")]),
-    lines("Trained against claimed, distance", [
+    chart("Staleness", [of("max", "staleness/max", "--s1", {isRaw: true}), of("mean", "staleness/mean", "--s0")]),
+    chart("Trained against claimed, distance", [
       of("lengths", "coverage/length_distance", "--s0", {dots: true}), of("turns", "coverage/turns_distance", "--s2", {dots: true}),
       of("tool times", "coverage/tool_s_distance", "--s1", {dots: true})],
     metrics.points("timing_s/step").length ? {empty: "nothing compared yet: that takes the prompts of ten steps that have all ended"} : {}),
-    lines("Slots, in groups", [of("in flight", "rollout/inflight_groups", "--s0"),
+    chart("Slots, in groups", [of("in flight", "rollout/inflight_groups", "--s0"),
       of("ready", "rollout/ready_groups", "--s2"), of("free", "rollout/free_slots", "--s3")]),
-    lines("Pause per update, ms", [of("pause", "weight_sync/pause_ms", "--s1"), of("swap", "weight_sync/swap_ms", "--s0")]),
-    lines("Parts of a step, s", [of("wait for a batch", "timing_s/wait_batch", "--s1"),
+    chart("Pause per update, ms", [of("pause", "weight_sync/pause_ms", "--s1"), of("swap", "weight_sync/swap_ms", "--s0")]),
+    chart("Parts of a step, s", [of("wait for a batch", "timing_s/wait_batch", "--s1"),
       of("train", "timing_s/train_step", "--s0"), of("update", "timing_s/update_weights", "--s2")]),
-    lines("Response length, tokens", [of("mean", "response_length/mean", "--s0"), of("max", "response_length/max", "--s3", {isRaw: true})]),
-    lines("Groups that teach nothing", [of("equal rewards", "rollout/zero_variance_groups", "--s1")], {format: percent}),
-    lines("Entropy of the policy, nats", [of("entropy", "actor/entropy", "--s2")]),
-    lines("Off-policy: trainer vs. rollout", [of("effective sample size", "actor/ess", "--s0"), of("tokens clipped", "actor/pg_clipfrac", "--s1")], {format: percent}),
+    chart("Response length, tokens", [of("mean", "response_length/mean", "--s0"), of("max", "response_length/max", "--s3", {isRaw: true})]),
+    chart("Groups that teach nothing", [of("equal rewards", "rollout/zero_variance_groups", "--s1")], {format: percent}),
+    chart("Entropy of the policy, nats", [of("entropy", "actor/entropy", "--s2")]),
+    chart("Off-policy: trainer vs. rollout", [of("effective sample size", "actor/ess", "--s0"), of("tokens clipped", "actor/pg_clipfrac", "--s1")], {format: percent}),
   ];
 }

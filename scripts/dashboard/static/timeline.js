@@ -20,7 +20,7 @@ screens.timeline = {
       ? numbers[Math.max(0, numbers.indexOf(last) - STEPS_SHOWN + 1)] : Number(params.get("first"));
     const data = await get("timeline", {run: currentRun(), first, last});
     const picture = new Timeline(data);
-    clear(main, h("h1", null, `Timeline, steps ${first} to ${last}`), stepChooser("timeline", numbers, first, last),
+    clear(main, h("h1", null, `Timeline, steps ${first} to ${last}`), stepsChooser("timeline", numbers, first, last),
       h("section", {class: "card"}, picture.element, picture.legend()),
       data.is_cut ? h("p", {class: "muted"}, `one picture cannot hold all turns (left out: ${data.left_out}); choose fewer steps`) : null,
       h("p", {class: "muted"}, "Zoom with the wheel or + and -, move by dragging or with the left and right arrow keys, show everything with 0. "
@@ -47,9 +47,7 @@ async function steps() {
   }
 }
 
-/** One step at a time where `first` is null. */
-function stepChooser(screen, numbers, first, last) {
-  if (first === null) return oneStepChooser(screen, numbers, last);
+function stepsChooser(screen, numbers, first, last) {
   const go = (a, b) => { location.hash = to(screen, {first: a, last: b}); };
   const width = numbers.indexOf(last) - numbers.indexOf(first);
   const at = (index) => numbers[Math.max(0, Math.min(numbers.length - 1, index))];
@@ -63,12 +61,10 @@ function stepChooser(screen, numbers, first, last) {
     h("button", {onclick: () => { location.hash = to(screen, {}); }}, "newest"));
 }
 
-function oneStepChooser(screen, numbers, step) {
-  const beside = (by) => numbers[numbers.indexOf(step) + by];
+function stepChooser(screen, numbers, step) {
   const go = (to_) => { location.hash = to(screen, {step: to_}); };
   const input = h("input", {type: "number", value: step, min: numbers[0], max: numbers[numbers.length - 1], "aria-label": "step", onchange: () => go(input.value)});
-  const walk = (by, name) => h("button", {disabled: beside(by) === undefined, onclick: () => go(beside(by))}, name);
-  return h("div", {class: "controls"}, walk(-1, "earlier"), "step", input, walk(1, "later"),
+  return h("div", {class: "controls"}, walk(numbers, step, -1, "earlier", go), "step", input, walk(numbers, step, 1, "later", go),
     h("button", {onclick: () => { location.hash = to(screen, {}); }}, "newest"));
 }
 

@@ -64,7 +64,7 @@ function tokenView(strip, record, step) {
     clear(legend, COLOURINGS[key].legend(all, most));
   };
   const usable = Object.entries(COLOURINGS).filter(([key]) => strip.has_trainer || !["ratio", "advantage"].includes(key));
-  const select = h("select", {"aria-label": "colour by", onchange: () => paint(select.value)}, usable.map(([value, one]) => h("option", {value}, one.name)));
+  const select = choice("colour by", usable.map(([value, one]) => [value, one.name]), "version", paint);
   paint("version");
   listenToTokens(tree.element, spans, (token, place) => clear(detail, describeToken(token, place, record, step, strip)));
   return [h("div", {class: "controls"}, h("label", null, "colour by ", select), tree.chooser), legend, marksLegend(all),

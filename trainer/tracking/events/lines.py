@@ -35,6 +35,7 @@ class _Place(msgspec.Struct):
 
 
 _place = msgspec.json.Decoder(_Place).decode
+_DECODERS: dict[bytes, Any] = {name.encode(): msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
 
 
 class EventFile(NamedTuple):
@@ -67,12 +68,9 @@ def from_line(line: bytes) -> Stamped:
     if not line.startswith(_HEAD):
         raise DamagedLineError(f"{line[:40]!r}")
     try:
-        decode = _decoders(name)
-    except KeyError:
-        _checked(line)
-        raise UnknownKindError(name.decode(errors="backslashreplace")) from None
-    try:
         place = _place(line)
+        if (decode := _DECODERS.get(name)) is None:
+            raise UnknownKindError(name.decode(errors="backslashreplace"))
         return Stamped(place.t, place.who, decode(line))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedLineError(str(error)) from None
@@ -84,21 +82,9 @@ def is_frequent(line: bytes) -> bool:
     return kind is None or kind.is_frequent
 
 
-def _checked(line: bytes) -> None:
-    try:
-        _place(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedLineError(str(error)) from None
-
-
 @lru_cache(maxsize=128)
 def _heads(kind: type[Event]) -> bytes:
     return _HEAD + kind_name(kind).encode() + b'","t":'
-
-
-@lru_cache(maxsize=128)
-def _decoders(name: bytes) -> Any:
-    return msgspec.json.Decoder(KINDS[name.decode(errors="replace")]).decode
 
 
 def _escaped(event: Event) -> Event:

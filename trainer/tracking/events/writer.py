@@ -98,29 +98,26 @@ class EventWriter:
     def flush(self, *, is_last: bool = False) -> None:
         """Write what waits. `is_last`: counts of what was dropped too, which otherwise go with the next events."""
         with self._writing:
-            self._flush(is_last)
-
-    def _flush(self, is_last: bool) -> None:
-        while self._waiting or (is_last and self._untold):
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), 5_000))]
-            self._time = batch[-1].time if batch else self._time
-            with self._lock:
-                reported, self._untold = self._untold, Counter()
-                total = self.num_dropped
-            counts = [
-                Stamped(self._time, "driver", EventsDropped(count=count, total=total, why=why))
-                for why, count in reported.items()
-            ]
-            try:
-                self._append(b"".join(map(to_line, [*batch, *counts])))
-                self._make_room()
-            except OSError as error:
+            while self._waiting or (is_last and self._untold):
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), 5_000))]
+                self._time = batch[-1].time if batch else self._time
                 with self._lock:
-                    self._untold.update(reported)
-                self._drop(len(batch), "disk")
-                with self.failed.tolerated(EVENTS_FILE):
-                    raise error
-                return  # until the next time
+                    reported, self._untold = self._untold, Counter()
+                    total = self.num_dropped
+                counts = [
+                    Stamped(self._time, "driver", EventsDropped(count=count, total=total, why=why))
+                    for why, count in reported.items()
+                ]
+                try:
+                    self._append(b"".join(map(to_line, [*batch, *counts])))
+                    self._make_room()
+                except OSError as error:
+                    with self._lock:
+                        self._untold.update(reported)
+                    self._drop(len(batch), "disk")
+                    with self.failed.tolerated(EVENTS_FILE):
+                        raise error
+                    return  # until the next time
 
     def _drop(self, count: int, why: str) -> None:
         with self._lock:

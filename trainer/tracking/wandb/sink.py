@@ -20,7 +20,7 @@ import numpy as np
 
 from configs.schema import WandbConfig, WandbMode
 from trainer.tracking.machine import describe_machine
-from trainer.tracking.samples import TRAJECTORIES_TABLE, StepSamples, TrajectoryRow
+from trainer.tracking.samples import TRAJECTORIES_TABLE, Histogram, StepSamples, TrajectoryRow
 from trainer.tracking.sinks import write_atomically
 from trainer.tracking.wandb.views import ELAPSED, STEPS
 from trainer.tracking.wandb.workspace import ensure_workspace
@@ -186,7 +186,7 @@ class WandbSink:
         if step <= self._known[kind]:
             return
         self._elapsed = metrics.get(ELAPSED, self._elapsed)
-        histograms = {} if samples is None else _histograms(samples)
+        histograms = {} if samples is None else {name: _histogram(one) for name, one in samples.histograms.items()}
         self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **histograms})
         if samples is not None and samples.rows and self._takes_tables:
             self._log_table(step, samples)
@@ -229,13 +229,10 @@ class WandbSink:
             logger.info("wandb: %s", f"{where} has the saved view" if address is None else f"saved view {address}")
 
 
-def _histograms(samples: StepSamples) -> dict[str, wandb.Histogram]:
+def _histogram(histogram: Histogram) -> wandb.Histogram:
     import wandb
 
-    return {
-        name: wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
-        for name, histogram in samples.histograms.items()
-    }
+    return wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
 
 
 def _table(samples: StepSamples) -> wandb.Table:

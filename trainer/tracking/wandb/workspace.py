@@ -57,7 +57,14 @@ def ensure_workspace(entity: str, project: str) -> str | None:
     name = new_name(view(), view_names(entity, project))
     if name is None:
         return None
-    made = workspace(entity, project, name, ws)
+    made = ws.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=[_section(section, ws) for section in view()],
+        settings=ws.WorkspaceSettings(x_axis=STEPS),
+        auto_generate_panels=False,
+    )
     # Otherwise wandb-workspaces 0.4.4 asks for one by a function that wandb has lost (`wandb.util.generate_id`).
     made._internal_name = f"nw-{uuid.uuid4().hex[:11]}-v"
     return made.save().url
@@ -83,18 +90,6 @@ def view_names(entity: str, project: str) -> list[str]:
     return [edge["node"]["displayName"] for edge in answer["project"]["allViews"]["edges"]]
 
 
-def workspace(entity: str, project: str, name: str, ws: Any) -> Any:
-    """Return the view as a `Workspace` of the module wandb_workspaces.workspaces, not saved."""
-    return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        sections=[_section(section, ws) for section in view()],
-        settings=ws.WorkspaceSettings(x_axis=STEPS),
-        auto_generate_panels=False,
-    )
-
-
 def _section(section: ViewSection, ws: Any) -> Any:
     return ws.Section(
         name=section.name,
@@ -115,8 +110,8 @@ def _panel(chart: Chart) -> Any:
     return wr.LinePlot(title=chart.title, x=chart.x, y=list(chart.metrics))
 
 
-def report(entity: str, project: str) -> Any:
-    """Return a report that compares the project's asynchronous runs with its synchronous ones, not saved.
+def save_report(entity: str, project: str) -> str:
+    """Save a report that compares the project's asynchronous runs with its synchronous ones. Return its address.
 
     Raises what `ensure_workspace` raises: it asks wandb for the project.
     """
@@ -137,12 +132,7 @@ def report(entity: str, project: str) -> Any:
     for heading, (x, names) in COMPARED.items():
         charts = [_panel(LineChart(title=_title(name), x=x, metrics=(name,))) for name in names]
         blocks += [wr.H2(heading), wr.P(TEXT[heading]), wr.PanelGrid(runsets=runsets, panels=charts)]
-    return wr.Report(entity=entity, project=project, title=REPORT_TITLE, blocks=blocks, width="fluid")
-
-
-def save_report(entity: str, project: str) -> str:
-    """Save the report, and return its address. Raises as `report` does."""
-    made = report(entity, project)
+    made = wr.Report(entity=entity, project=project, title=REPORT_TITLE, blocks=blocks, width="fluid")
     made.save()
     return made.url
 

@@ -33,6 +33,7 @@ from rollout.types import (
 )
 from scripts.observe.audit import audit
 from scripts.observe.files import RunError
+from tests.support.changed_runs import change_first_line, change_lines
 from tests.support.paths import ROOT
 from tests.support.recorded_runs import (
     CONFIG,
@@ -258,46 +259,27 @@ def lines_of(step: int, run_dir: Path) -> tuple[Path, list[str]]:
     return path, path.read_text().splitlines(keepends=True)
 
 
-def change_lines(step: int, change: Callable[[list[str]], object]) -> Callable[[Path], None]:
-    def do(run_dir: Path) -> None:
-        path, lines = lines_of(step, run_dir)
-        change(lines)
-        path.write_text("".join(lines))
-
-    return do
+def change_step(step: int, change: Callable[[list[str]], object]) -> Callable[[Path], None]:
+    return change_lines(f"trajectories/step_{step:06d}.jsonl", change)
 
 
-def change_record(step: int, **values: Any) -> Callable[[Path], None]:
-    """Change the first record of a step."""
+def change_record(step: int, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Path], None]:
+    """Change the first record of a step by what `change` returns of it."""
 
-    def change(lines: list[str]) -> None:
-        lines[0] = json.dumps(json.loads(lines[0]) | values) + "\n"
+    def changed(line: str) -> str:
+        return json.dumps((record := json.loads(line)) | change(record)) + "\n"
 
-    return change_lines(step, change)
+    return change_first_line(f"trajectories/step_{step:06d}.jsonl", changed)
 
 
 def change_sequence(step: int, **values: Any) -> Callable[[Path], None]:
     """Change the sequence of the first record of a step."""
-
-    def change(lines: list[str]) -> None:
-        first = json.loads(lines[0])
-        lines[0] = json.dumps(first | {"sequences": [first["sequences"][0] | values]}) + "\n"
-
-    return change_lines(step, change)
+    return change_record(step, lambda record: {"sequences": [record["sequences"][0] | values]})
 
 
 def change_json(name: str, **values: Any) -> Callable[[Path], None]:
     def do(run_dir: Path) -> None:
         (run_dir / name).write_text(json.dumps(json.loads((run_dir / name).read_text()) | values))
-
-    return do
-
-
-def drop_line(name: str, number: int) -> Callable[[Path], None]:
-    def do(run_dir: Path) -> None:
-        lines = (run_dir / name).read_text().splitlines(keepends=True)
-        del lines[number]
-        (run_dir / name).write_text("".join(lines))
 
     return do
 
@@ -317,15 +299,15 @@ def copy_step(run_dir: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "the last step is empty": (change_lines(4, list.clear), "step 4 has 0 prompts"),
-    "three of four trajectories": (change_lines(2, lambda lines: lines.__delitem__(slice(3))), "trajectories [3]"),
-    "a whole group": (change_lines(2, lambda lines: lines.__delitem__(slice(4))), "step 2 has 1 prompts"),
-    "a line twice": (change_lines(2, lambda lines: lines.append(lines[-1])), "1 prompts were trained twice: 4"),
+    "the last step is empty": (change_step(4, list.clear), "step 4 has 0 prompts"),
+    "three of four trajectories": (change_step(2, lambda lines: lines.__delitem__(slice(3))), "trajectories [3]"),
+    "a whole group": (change_step(2, lambda lines: lines.__delitem__(slice(4))), "step 2 has 1 prompts"),
+    "a line twice": (change_step(2, lambda lines: lines.append(lines[-1])), "1 prompts were trained twice: 4"),
     "a trajectory in another step": (move_record, "trained twice: 1"),
     "a step that is a copy of another": (copy_step, "2 prompts were neither trained nor discarded: 5, 6"),
-    "the last line is cut": (change_lines(3, lambda lines: lines.append(lines.pop()[:-9])), "line 8 is cut"),
-    "a line is no record": (change_lines(3, lambda lines: lines.insert(0, "{}\n")), "line 1 is damaged"),
-    "a line nests deep": (change_lines(3, lambda lines: lines.insert(0, "[" * 99_999 + "\n")), "line 1 is damaged"),
+    "the last line is cut": (change_step(3, lambda lines: lines.append(lines.pop()[:-9])), "line 8 is cut"),
+    "a line is no record": (change_step(3, lambda lines: lines.insert(0, "{}\n")), "line 1 is damaged"),
+    "a line nests deep": (change_step(3, lambda lines: lines.insert(0, "[" * 99_999 + "\n")), "line 1 is damaged"),
     "a step file": (lambda run_dir: lines_of(2, run_dir)[0].unlink(), "step 2 has no records"),
     "the first step file": (lambda run_dir: lines_of(1, run_dir)[0].unlink(), "step 1 has no records"),
     "a step too many": (
@@ -338,8 +320,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "beyond the bound": (change_sequence(4, versions=[[0, 2, 0]]), "3 versions old, rollout.max_staleness=2"),
     "spans beyond the tokens": (change_sequence(3, versions=[[0, 1, 1], [1, 9, 2]]), "do not fit 2 tokens"),
     "spans that overlap": (change_sequence(3, versions=[[0, 2, 1], [1, 2, 2]]), "do not fit 2 tokens"),
-    "another row": (change_record(3, row=7), "prompt 5 is of the rows 5, 7 of the data"),
-    "another reward": (change_record(3, reward=0.5), "critic/score/mean was 0.5, is 0.5625"),
+    "another row": (change_record(3, lambda record: {"row": 7}), "prompt 5 is of the rows 5, 7 of the data"),
+    "another reward": (change_record(3, lambda record: {"reward": 0.5}), "critic/score/mean was 0.5, is 0.5625"),
     "another length": (change_sequence(3, response_tokens=9), "response_length/mean was 2, is 2.875"),
     "another group_size": (
         lambda run_dir: OmegaConf.save(
@@ -353,13 +335,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "step_000002.npz cannot be read",
     ),
     "no metrics": (lambda run_dir: (run_dir / "metrics.jsonl").unlink(), "metrics.jsonl cannot be read"),
-    "a line of metrics": (drop_line("metrics.jsonl", 2), "step 2 has 0 lines in metrics.jsonl"),
+    "a line of metrics": (
+        change_lines("metrics.jsonl", lambda lines: lines.pop(2)),
+        "step 2 has 0 lines in metrics.jsonl",
+    ),
     "metrics that are cut": (
         lambda run_dir: (run_dir / "metrics.jsonl").open("a").write('{"step": 5'),
         "metrics.jsonl: the last line is cut",
     ),
     "a discarded group": (lambda run_dir: (run_dir / "discarded" / "step_000001.jsonl").unlink(), "discarded: 3"),
-    "samples of an evaluation": (drop_line("evaluations/step_000004.jsonl", 0), "has 5 samples, must be 6"),
+    "samples of an evaluation": (
+        change_lines("evaluations/step_000004.jsonl", lambda lines: lines.pop(0)),
+        "has 5 samples, must be 6",
+    ),
     "an evaluation": (
         lambda run_dir: (run_dir / "evaluations" / "step_000000.jsonl").unlink(),
         "the evaluation of version 0 has no records",

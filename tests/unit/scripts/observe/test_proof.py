@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from scripts.observe.audit import audit
-from tests.support.changed_runs import change_at_random, findings_or_refusal
+from tests.support.changed_runs import change_at_random, change_first_line, change_lines, findings_or_refusal
 from tests.support.recorded_runs import STEPS, record, sample
 
 NUM_CHANGES = 60
+STEP_2 = "trajectories/step_000002.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,6 @@ def change_array(name: str, place: int, by: float) -> Callable[[Path], None]:
         np.savez(path, **arrays)
 
     return change
-
-
-def change_line(change: Callable[[list[str]], list[str]], name: str = "trajectories/step_000002.jsonl"):
-    def changed(run_dir: Path) -> None:
-        path = run_dir / name
-        path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
-
-    return changed
 
 
 def exchange_steps(run_dir: Path) -> None:
@@ -88,37 +81,40 @@ CHANGES = {
         change_array("num_sequences", 0, 2**48),
         "step_000002.npz holds other trajectories than step_000002.jsonl",
     ),
-    "a trajectory is removed": (change_line(lambda lines: lines[1:]), "step 2, prompt 2, trajectory 0 is missing"),
+    "a trajectory is removed": (
+        change_lines(STEP_2, lambda lines: lines.pop(0)),
+        "step 2, prompt 2, trajectory 0 is missing",
+    ),
     "a trajectory is doubled": (
-        change_line(lambda lines: [lines[0], *lines]),
+        change_lines(STEP_2, lambda lines: lines.insert(0, lines[0])),
         "step 2, prompt 2, trajectory 0 is there 2 times",
     ),
     "two are exchanged": (
-        change_line(lambda lines: [lines[1], lines[0], *lines[2:]]),
+        change_lines(STEP_2, lambda lines: lines.insert(0, lines.pop(1))),
         "line 1: the trajectories are in",
     ),
     "a reward": (
-        change_line(lambda lines: [lines[0].replace('"reward":0.0', '"reward":0.001'), *lines[1:]]),
+        change_first_line(STEP_2, lambda line: line.replace('"reward":0.0', '"reward":0.001')),
         "step 2, prompt 2, trajectory 0: other reward or texts",
     ),
     "a time": (
-        change_line(lambda lines: [lines[0].replace('"reward_s":', '"reward_s":1'), *lines[1:]]),
+        change_first_line(STEP_2, lambda line: line.replace('"reward_s":', '"reward_s":1')),
         "step 2, step_000002.jsonl is not what was written",
     ),
     "two steps are exchanged": (exchange_steps, "step 2, prompt 2, trajectory 0 is missing"),
     "a line of the chain is left out": (
-        change_line(lambda lines: [*lines[:1], *lines[2:]], "proof.jsonl"),
+        change_lines("proof.jsonl", lambda lines: lines.pop(1)),
         "proof.jsonl has no line of 1 step(s), the first: 2",
     ),
     "a line of the chain is changed": (
-        change_line(lambda lines: [lines[0].replace('"weights":"0', '"weights":"1'), *lines[1:]], "proof.jsonl"),
+        change_first_line("proof.jsonl", lambda line: line.replace('"weights":"0', '"weights":"1')),
         "proof.jsonl: line 1 is not what was written",
     ),
     "the whole chain is forged": (forge_link, f"certificate.json is for step {STEPS} with the link"),
     "there is no chain": (lambda run_dir: (run_dir / "proof.jsonl").unlink(), "nothing proves what was trained"),
     "there is no certificate": (lambda run_dir: (run_dir / "certificate.json").unlink(), "certificate.json is missing"),
     "an evaluation": (
-        change_line(lambda lines: [lines[0].replace("7", "8"), *lines[1:]], "evaluations/step_000000.jsonl"),
+        change_first_line("evaluations/step_000000.jsonl", lambda line: line.replace("7", "8")),
         "evaluations/step_000000.jsonl is not what it was when the run ended",
     ),
 }

@@ -118,17 +118,12 @@ def test_durations_are_short(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
 
 
-class Stream(io.StringIO):
+class Stream(io.TextIOWrapper):
     """A standard output of the given encoding that is a terminal or is not."""
 
     def __init__(self, encoding: str, terminal: bool) -> None:
-        super().__init__()
-        self._encoding = encoding
+        super().__init__(io.BytesIO(), encoding)
         self._terminal = terminal
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._encoding
 
     def isatty(self) -> bool:
         return self._terminal

@@ -69,14 +69,6 @@ def test_the_loop_records_what_is_in_the_list() -> None:
     assert keys and {key for key in keys if describe(key) is None} == set()
 
 
-def test_every_metric_has_its_place_on_a_dashboard() -> None:
-    assert {entry.section for entry in METRICS} == set(SECTIONS)
-    assert sum(len(metrics) for section in SECTIONS for metrics in panels(section).values()) == len(METRICS)
-    assert [entry.name for entry in panels("Async")["staleness"]] == [
-        f"staleness/{one}" for one in ("mean", "max", "min")
-    ]
-
-
 def test_a_chart_has_one_unit_and_a_family_has_a_chart_of_its_own_kind() -> None:
     """A total and its rate, or seconds and shares, would flatten one another."""
     for section in SECTIONS:

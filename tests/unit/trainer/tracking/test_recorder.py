@@ -11,11 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from configs.load import key_docs
 from rollout.types import DiscardedGroup, DiscardReason, EvaluatedPrompt, EvaluatedSample, VersionSpan
 from tests.support.recordings import Evaluated, Screen, example_advantages, example_groups
 from tests.support.sequences import only, with_sequence
 from trainer.tokens import TrainedTokens
-from trainer.tracking.recorder import RunRecorder
+from trainer.tracking.recorder import FLAT_STEPS, FlatGroups, RunRecorder
 from trainer.tracking.set_aside import SET_ASIDE, SetAside
 from trainer.tracking.sinks import FailedWrites, JsonlSink, Tracker, read_metrics
 from trainer.tracking.trajectories import (
@@ -143,7 +144,7 @@ def test_trajectories_are_written_one_a_line_with_the_versions_of_their_tokens(t
     assert [line["advantage"] for line in lines] == [0.7, -0.7, 0.0, 0.0]
 
 
-def test_what_is_between_two_turns_is_an_environments(tmp_path: Path) -> None:
+def test_what_is_between_two_turns_is_an_environments() -> None:
     (group, _) = example_groups()
     spans = (VersionSpan(0, 1, 2), VersionSpan(1, 2, 3), VersionSpan(3, 4, 3))
     (record,) = trajectory_records(group.prompt, [with_sequence(group.trajectories[0], spans=spans)], [None])
@@ -449,3 +450,29 @@ def test_a_kill_at_any_moment_of_a_step_or_of_a_resume_leaves_nothing_half_after
         if not step_is_cut:
             break
     assert moments > 10
+
+
+# -- groups that teach nothing -----------------------------------------------------------------------------------------
+
+
+def said(shares: list[float]) -> list[str]:
+    lines: list[str] = []
+    flat_groups = FlatGroups(lines.append)
+    for step, share in enumerate(shares, start=1):
+        solved = {"rollout/solve_all": share - 0.1, "rollout/solve_none": 0.1}
+        flat_groups.watch(step, {"rollout/zero_variance_groups": share, **solved})
+    return lines
+
+
+def test_most_groups_without_a_gradient_are_said_once() -> None:
+    (line,) = said([0.2] * 5 + [0.9] * 40)
+    assert line.startswith(
+        "steps 1 to 10: 55% of the groups had equal rewards and no gradient (45% were solved by every trajectory, "
+        "10% by none). algorithm.filter_groups=true samples"
+    )
+    assert {"algorithm.filter_groups", "algorithm.group_size", "data.train_files"} <= set(key_docs())
+
+
+@pytest.mark.parametrize("shares", [[0.5] * 30, [1.0] * (FLAT_STEPS - 1), [0.2, 1.0] * 4 + [0.1] * 30])
+def test_fewer_or_only_a_few_steps_are_not(shares: list[float]) -> None:
+    assert said(shares) == []

@@ -269,7 +269,7 @@ ONLINE = WandbConfig(mode=WandbMode.online)
 
 @pytest.mark.parametrize(
     ("config", "calls"),
-    [(ONLINE, 1), (replace(ONLINE, workspace=False), 0), (WandbConfig(), 0), (replace(ONLINE, workspace=True), 1)],
+    [(ONLINE, 1), (replace(ONLINE, workspace=False), 0), (WandbConfig(), 0)],
 )
 def test_the_view_is_made_in_online_mode_unless_the_config_says_no(
     scene: Scene, config: WandbConfig, calls: int, monkeypatch: pytest.MonkeyPatch

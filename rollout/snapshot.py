@@ -228,7 +228,7 @@ def _reads(kept: Iterable[KeptTokens | None], algorithm: AlgorithmConfig) -> boo
 def _has_same_size(state: RolloutState, rollouter: Rollouter, source: str) -> bool:
     """Return whether groups of the source have as many trajectories as in the run that is resumed."""
     before = state.sources[source].group_size if source else state.group_size
-    return before == (rollouter.size_of(source) if source else rollouter.group_size)
+    return before == rollouter.size_of(source)
 
 
 def _require_every_prompt_of_each_source(stream: PromptMixture, rollouter: Rollouter, state: RolloutState) -> None:

@@ -125,24 +125,20 @@ async def test_a_batch_that_does_not_come_names_the_knob_and_what_is_missing() -
     assert ordinals(await buffer.next_batch(0)) == [0, 1], "the groups are still there"
 
 
-def test_a_cancelled_waiter_takes_no_slot_with_it() -> None:
+@pytest.mark.parametrize("cancel_late", [False, True])
+async def test_a_cancelled_waiter_takes_no_slot_with_it(cancel_late: bool) -> None:
     """Cancelled before, or in the very moment in which it would have got the slot."""
-
-    async def main(cancel_late: bool) -> None:
-        buffer = small_buffer()
-        slot = await must_claim(buffer)
-        first, second = (asyncio.create_task(buffer.claim()) for _ in range(2))
-        await settle()
-        if not cancel_late:
-            first.cancel()
-        await buffer.fail(slot, make_prompt(0), OSError())
+    buffer = small_buffer()
+    slot = await must_claim(buffer)
+    first, second = (asyncio.create_task(buffer.claim()) for _ in range(2))
+    await settle()
+    if not cancel_late:
         first.cancel()
-        assert isinstance(await second, Slot)
-        assert first.cancelled()
-        assert buffer.ledger.num_in_flight == 1 and buffer.ledger.num_free == 0
-
-    for cancel_late in (False, True):
-        run_virtual(main(cancel_late))
+    await buffer.fail(slot, make_prompt(0), OSError())
+    first.cancel()
+    assert isinstance(await second, Slot)
+    assert first.cancelled()
+    assert buffer.ledger.num_in_flight == 1 and buffer.ledger.num_free == 0
 
 
 async def test_a_cancelled_next_batch_takes_no_group_with_it() -> None:

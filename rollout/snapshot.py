@@ -217,7 +217,7 @@ def _has_what_is_read(group: TrajectoryGroup, algorithm: AlgorithmConfig) -> boo
         return False
     if any(name not in trajectory.reward_metrics for trajectory in scored for name in algorithm.gdpo_weights):
         return False
-    return _reads([sequence.kept for trajectory in group.trajectories for sequence in trajectory.sequences], algorithm)
+    return _reads([sequence.kept for sequence in group.sequences], algorithm)
 
 
 def _reads(kept: Iterable[KeptTokens | None], algorithm: AlgorithmConfig) -> bool:

@@ -55,8 +55,7 @@ class Teacher:
         replace it, and TeacherError.
         """
         ordinal, began = group.prompt.ordinal, time.perf_counter()
-        sequences = [sequence for trajectory in group.trajectories for sequence in trajectory.sequences]
-        read = [_read(sequence) for sequence in sequences if sequence.loss_mask.any()]
+        read = [_read(sequence) for sequence in group.sequences if sequence.loss_mask.any()]
         num_tokens = sum(map(len, read))
         self.emit(ScoringStarted(ordinal=ordinal))
         name, error = None, None

@@ -188,7 +188,7 @@ class TrajectoryBuffer:
             self._changed.notify_all()
 
     def gauges(self) -> dict[str, float]:
-        return {
+        gauges: dict[str, float] = {
             "rollout/inflight_groups": self.ledger.num_in_flight,
             "rollout/ready_groups": self.ledger.num_ready,
             "rollout/free_slots": self.ledger.num_free,
@@ -196,21 +196,17 @@ class TrajectoryBuffer:
             "rollout/aborted_groups": self.num_aborted,
             "staleness/dropped_groups": self.ledger.num_dropped,
             **self.failures.gauges(),
-            **self._source_gauges(),
         }
-
-    @property
-    def _sources(self) -> Mapping[str, SlotLedger]:
-        """The slots of each source of data.sources; nothing where a run has no such."""
-        return self.ledger.sources if isinstance(self.ledger, MixedLedger) else {}
-
-    def _source_gauges(self) -> dict[str, float]:
-        gauges: dict[str, float] = {}
         for source, ledger in self._sources.items():
             gauges[f"sources/{source}/inflight_groups"] = ledger.num_in_flight
             gauges[f"sources/{source}/ready_groups"] = ledger.num_ready
             gauges[f"sources/{source}/discarded_groups"] = self.discarded[source]
         return gauges
+
+    @property
+    def _sources(self) -> Mapping[str, SlotLedger]:
+        """The slots of each source of data.sources; nothing where a run has no such."""
+        return self.ledger.sources if isinstance(self.ledger, MixedLedger) else {}
 
     def _check_filtered(self, source: str) -> None:
         """Many filtered groups are a problem only while the trainer has to wait for groups."""

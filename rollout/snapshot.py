@@ -217,7 +217,7 @@ def _has_what_is_read(group: TrajectoryGroup, algorithm: AlgorithmConfig) -> boo
         return False
     if any(name not in trajectory.reward_metrics for trajectory in scored for name in algorithm.gdpo_weights):
         return False
-    return _reads([sequence.kept for trajectory in group.trajectories for sequence in trajectory.sequences], algorithm)
+    return _reads([sequence.kept for sequence in group.sequences], algorithm)
 
 
 def _reads(kept: Iterable[KeptTokens | None], algorithm: AlgorithmConfig) -> bool:
@@ -228,7 +228,7 @@ def _reads(kept: Iterable[KeptTokens | None], algorithm: AlgorithmConfig) -> boo
 def _has_same_size(state: RolloutState, rollouter: Rollouter, source: str) -> bool:
     """Return whether groups of the source have as many trajectories as in the run that is resumed."""
     before = state.sources[source].group_size if source else state.group_size
-    return before == (rollouter.size_of(source) if source else rollouter.group_size)
+    return before == rollouter.size_of(source)
 
 
 def _require_every_prompt_of_each_source(stream: PromptMixture, rollouter: Rollouter, state: RolloutState) -> None:

@@ -527,6 +527,11 @@ class TrajectoryGroup:
     """The greedy trajectory of remax, not trained, whose reward is the baseline."""
 
     @property
+    def sequences(self) -> list[TokenSequence]:
+        """Return the sequences of all trajectories, in order."""
+        return [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+
+    @property
     def errors(self) -> list[str | None]:
         """Why rewards failed; None for each that did not, and for what a client aborted: half an episode may have
         none."""
@@ -537,19 +542,18 @@ class TrajectoryGroup:
     def rewards_differ(self) -> bool:
         """False for a group of equal rewards, which grpo and its kin set to 0. The overlong penalty does not count: a
         group is solved or not whatever its lengths (DAPO, arXiv:2503.14476, eq. 11)."""
-        scored = [trajectory for trajectory in self.trajectories if trajectory.is_scored]
-        rewards = [trajectory.reward for trajectory in scored]
-        rounding = ROUNDING * max((trajectory.largest_reward for trajectory in scored), default=0.0)
+        rewards = self.rewards
+        largest = (trajectory.largest_reward for trajectory in self.trajectories if trajectory.is_scored)
+        rounding = ROUNDING * max(largest, default=0.0)
         return max(rewards, default=0.0) - min(rewards, default=0.0) > rounding
 
     def with_shared_routes(self) -> Self:
         """Return the group with the experts of the prompt once, as the first sequence has them. A sequence that other
         weights, or another rounding, sent elsewhere from some input on has its own from there on: what each was sent to
         does not change. The greedy trajectory is not trained and has none."""
-        sequences = [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
         of_prompts = (
             sequence.routes.first(len(sequence.prompt_ids))
-            for sequence in sequences
+            for sequence in self.sequences
             if sequence.routes is not None and len(sequence.routes) == sequence.num_inputs
         )
         if (shared := next(of_prompts, None)) is None:
@@ -576,11 +580,7 @@ class TrajectoryGroup:
     @property
     def is_taught(self) -> bool:
         """Return whether a teacher has scored every trajectory."""
-        return all(
-            sequence.teacher_logprobs is not None
-            for trajectory in self.trajectories
-            for sequence in trajectory.sequences
-        )
+        return all(sequence.teacher_logprobs is not None for sequence in self.sequences)
 
     @property
     def min_version(self) -> int:

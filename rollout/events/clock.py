@@ -44,7 +44,7 @@ class RemoteClock:
 
     Example:
         clock = RemoteClock()
-        clock.measure(asked=100.0, remote=7.0, answered=100.2)  # offset 93.1, wrong by 0.1 at most
+        clock.measure(sent_at=100.0, remote=7.0, answered=100.2)  # offset 93.1, wrong by 0.1 at most
         clock.to_driver(6.5)  # 99.6
     """
 
@@ -54,7 +54,7 @@ class RemoteClock:
     def measure(self, *, sent_at: float, remote: float, answered: float) -> bool:
         """Measure the offset of the process, and return whether this measurement counts from now on.
 
-        `asked` and `answered` are on the driver's clock, `remote` on that of the process.
+        `sent_at` and `answered` are on the driver's clock, `remote` on that of the process.
         """
         offset = Offset((sent_at + answered) / 2 - remote, (answered - sent_at) / 2, answered)
         if self.offset is not None and self.offset.error_at(answered) <= offset.error_s:

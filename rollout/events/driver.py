@@ -42,14 +42,15 @@ class DriverEvents:
         self.is_on = is_on
         self._clocks: dict[str, RemoteClock] = {}
         self._next: dict[str, int] = {}  # number of the event of each process that comes next
-        self._num_lost = 0
+        self.num_lost = 0
+        """Events that were lost on the way from other processes."""
 
     def emit(self, event: Event) -> None:
         if self.is_on or not event.is_frequent:
             self._write([Stamped(self.clock(), DRIVER, event)])
 
     def take(self, process: str, batch: EventBatch, sent_at: float) -> None:
-        """Take the events of another process. `asked` is when the question was sent whose answer has just come."""
+        """Take the events of another process. `sent_at` is when the question was sent whose answer has just come."""
         if not self.is_on:
             return
         answered = self.clock()
@@ -62,8 +63,8 @@ class DriverEvents:
             stamped.append(Stamped(answered, DRIVER, measured))
         lost = batch.first - self._next.get(process, 0)
         if lost > 0:
-            self._num_lost += lost
-            dropped = EventsDropped(count=lost, total=self._num_lost, why="process")
+            self.num_lost += lost
+            dropped = EventsDropped(count=lost, total=self.num_lost, why="process")
             stamped.append(Stamped(answered, DRIVER, dropped))
         self._next[process] = batch.first + len(batch.events)
         pairs = zip(batch.times, batch.events, strict=True)
@@ -72,11 +73,6 @@ class DriverEvents:
         for event in batch.events:
             if isinstance(event, Noticed):
                 self._show(f"{process}: {event.text}")
-
-    @property
-    def num_lost(self) -> int:
-        """Events that were lost on the way from other processes."""
-        return self._num_lost
 
     def begins_anew(self, process: str) -> None:
         """Forget the clock and the numbers of a process: another one has its name from here on."""

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollout.events.event import Event
@@ -63,7 +64,7 @@ class EventLog:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the events here when the log is sent to another process, and ignore those of that process."""
-        return _silent, ()
+        return partial(EventLog, is_on=False), ()
 
 
 class Notices(logging.Handler):
@@ -80,9 +81,5 @@ class Notices(logging.Handler):
         self._events.emit(Noticed(record.getMessage()))
 
 
-def _silent() -> EventLog:
-    return EventLog(is_on=False)
-
-
-SILENT = _silent()
+SILENT = EventLog(is_on=False)
 """The default of every process: a log that ignores all events."""

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,12 +20,8 @@ LOOK_S = 0.5
 """The seconds between two looks at how long a pause of clients has lasted."""
 RETRY_S = 10.0
 """The time between two tries to end a pause that lasts too long."""
-Deadline = Callable[[str], AbstractAsyncContextManager[None]]
-"""Makes a deadline (`within`) of the words for what is waited for."""
-
-
-def _deadline(seconds: float, key: str) -> Deadline:
-    return lambda what: within(seconds, key, what)
+Deadline = tuple[float, str]
+"""Seconds, and the key that sets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,8 @@ class FleetControl:
     def __init__(self, fleet: ReplicaFleet, pause_timeout_s: float = 60.0):
         self._fleet = fleet
         self._pause_timeout_s = pause_timeout_s
-        self._resuming = _deadline(pause_timeout_s, "weight_sync.pause_timeout_s")
-        self._answering = _deadline(fleet.answer_timeout_s, "rollout.answer_timeout_s")
+        self._resuming = pause_timeout_s, "weight_sync.pause_timeout_s"
+        self._answering = fleet.answer_timeout_s, "rollout.answer_timeout_s"
         self.paused: ClientPause | None = None
         self._num_orders = 0
         self._before: tuple[ClientPause | None, dict[str, str | None]] | None = None
@@ -113,7 +108,7 @@ class FleetControl:
         key, seconds = "weight_sync.pause_timeout_s", self._pause_timeout_s
         if timeout_s is not None:
             key, seconds = "timeout_s", timeout_s
-        return _deadline(seconds + self._fleet.answer_timeout_s, f"{key} + rollout.answer_timeout_s")
+        return seconds + self._fleet.answer_timeout_s, f"{key} + rollout.answer_timeout_s"
 
     def _order(self, paused: ClientPause | None) -> int:
         self.paused = paused
@@ -237,7 +232,7 @@ class FleetControl:
         """Call the replicas, by default all that run, concurrently. Returns answers and errors by replica."""
 
         async def call_one(replica: FleetMember) -> T:
-            async with deadline(f"{what} on {replica.name}"):
+            async with within(*deadline, f"{what} on {replica.name}"):
                 return await call(replica)
 
         chosen = self._fleet.running if replicas is None else replicas

@@ -6,9 +6,9 @@ import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.runtime.deadline import within
 from configs.schema import InFlightKv, PauseMode, WeightSyncConfig
@@ -36,6 +36,7 @@ from rollout.request_ids import RequestId
 from rollout.types import EMPTY, Completion, FloatArray, GenerationRequest, IntArray, SamplingParams
 from weight_sync.protocol import CommitReport, Manifest, ReplicaStatus, WeightTag, require_version
 
+T = TypeVar("T")
 Swap = Callable[[], Awaitable[list[WeightTag]]]
 LOAD_EVERY_S = 0.9
 """The least number of seconds between two `ReplicaLoad` events."""
@@ -68,7 +69,6 @@ class RolloutReplica:
         self._engine = engine
         self._config = config
         self._control = PauseControl(engine, config.pause_timeout_s)
-        self._pause_deadline = "weight_sync.pause_timeout_s", config.pause_timeout_s
         self._interrupted: set[str] = set()  # names of requests that an update aborted, and that continue after it
         self._ended_by_clients: set[RequestId] = set()  # those that do not continue, though an update aborted them
         self._log = ProgressLog()
@@ -87,12 +87,7 @@ class RolloutReplica:
 
     async def generate_group(self, requests: list[GenerationRequest]) -> list[Completion]:
         """Generate all requests concurrently, so that they share the prefix."""
-        tasks = [asyncio.create_task(self._generate(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # after an error or a cancellation nobody waits for the others
-                task.cancel()
+        return await _concurrently(self._generate(request) for request in requests)
 
     async def sample(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> Completion:
         """Sample tokens that belong to no episode: in no record, no report of progress and no counter of trajectories.
@@ -106,12 +101,7 @@ class RolloutReplica:
         """Return the log-probabilities [L - 1] of each sequence [L]: of its tokens but the first, at temperature 1."""
         self._require_weights()
         names = [f"score-{next(self._scored)}" for _ in sequences]
-        tasks = [asyncio.create_task(self._engine.score(*pair)) for pair in zip(sequences, names, strict=True)]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await _concurrently(self._engine.score(*pair) for pair in zip(sequences, names, strict=True))
 
     def _require_weights(self) -> None:
         if self.global_steps < 0:
@@ -220,7 +210,9 @@ class RolloutReplica:
         """Return when the pause is complete, within `timeout_s`, by default weight_sync.pause_timeout_s. Raises
         TimeoutError, and the engine is then as it was before: a caller in another process could only stop waiting, and
         a pause that nobody waits for would go on here."""
-        key, seconds = ("timeout_s", timeout_s) if timeout_s is not None else self._pause_deadline
+        key, seconds = "weight_sync.pause_timeout_s", self._config.pause_timeout_s
+        if timeout_s is not None:
+            key, seconds = "timeout_s", timeout_s
         async with within(seconds, key, f"pause({mode.value}) on {self.name}"):
             await self._control.pause(mode, clear_cache)
 
@@ -277,17 +269,11 @@ class RolloutReplica:
 
     async def stage(self, manifest: Manifest) -> None:
         self._require_ascending(manifest.global_steps)
-        self._events.emit(StageStarted(global_steps=manifest.global_steps))
-        error: BaseException | None = None
         self._staged = None
-        try:
+        self._events.emit(StageStarted(global_steps=manifest.global_steps))
+        async with self._reported(StageEnded, manifest.global_steps):
             await self._engine.stage(manifest)
             self._staged = manifest.global_steps
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self._events.emit(StageEnded(global_steps=manifest.global_steps, error=error and repr(error)))
 
     async def commit(self, tag: WeightTag) -> CommitReport:
         """Pause, swap in what is staged, verify, resume. It runs to its end even if the caller goes away: the weights
@@ -329,13 +315,12 @@ class RolloutReplica:
 
     async def _commit(self, global_steps: int, checksum: int | None, swap: Swap) -> CommitReport:
         config = self._config
-        clear_cache = config.in_flight_kv is InFlightKv.recompute
-        before_abort = self._interrupt if config.pause_mode is PauseMode.abort else None
-
-        def held() -> None:
-            self._events.emit(ReplicaHeld(global_steps=global_steps))
-
-        async with self._reported(global_steps), self._control.update_window(clear_cache, before_abort, held) as window:
+        update_window = self._control.update_window(
+            clear_cache=config.in_flight_kv is InFlightKv.recompute,
+            before_abort=self._interrupt if config.pause_mode is PauseMode.abort else None,
+            on_held=lambda: self._events.emit(ReplicaHeld(global_steps=global_steps)),
+        )
+        async with self._reported(ReplicaResumed, global_steps), update_window as window:
             self._events.emit(ReplicaFrozen(global_steps=global_steps))
             started = time.monotonic()
             if global_steps > self.global_steps:  # an update may bring the same weights again
@@ -352,8 +337,8 @@ class RolloutReplica:
         return CommitReport(pause_s=window.frozen_s, swap_s=swap_s)
 
     @asynccontextmanager
-    async def _reported(self, global_steps: int) -> AsyncIterator[None]:
-        """Emit how the update inside has ended."""
+    async def _reported(self, kind: type[StageEnded] | type[ReplicaResumed], global_steps: int) -> AsyncIterator[None]:
+        """Emit an event of this kind, which says how the step of an update inside has ended."""
         error: BaseException | None = None
         try:
             yield
@@ -361,7 +346,7 @@ class RolloutReplica:
             error = failure
             raise
         finally:
-            self._events.emit(ReplicaResumed(global_steps=global_steps, error=error and repr(error)))
+            self._events.emit(kind(global_steps=global_steps, error=error and repr(error)))
 
     def _verify(self, tags: list[WeightTag], global_steps: int, checksum: int | None) -> None:
         if len(tags) != self._engine.num_workers:
@@ -427,6 +412,16 @@ class RolloutReplica:
 
     def kill(self) -> None:
         self._engine.shutdown()
+
+
+async def _concurrently(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all. After an error or a cancellation nobody waits for the others, which are cancelled."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _with_kept(part: GenerationRequest, completion: Completion) -> Completion:

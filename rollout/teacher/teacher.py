@@ -55,15 +55,15 @@ class Teacher:
         replace it, and TeacherError.
         """
         ordinal, began = group.prompt.ordinal, time.perf_counter()
-        sequences = [sequence for trajectory in group.trajectories for sequence in trajectory.sequences]
-        read = [_read(sequence) for sequence in sequences if sequence.loss_mask.any()]
+        read = [_read(sequence) for sequence in group.sequences if sequence.loss_mask.any()]
         num_tokens = sum(map(len, read))
         self.emit(ScoringStarted(ordinal=ordinal))
         name, error = None, None
         try:
             async with within(self.timeout_s, "teacher.timeout_s", f"scoring prompt {ordinal}"):
                 name, logprobs = await self._logprobs(read, len(group.trajectories))
-            _require_finite(logprobs, name, ordinal)
+            if not all(np.isfinite(some).all() for some in logprobs):
+                raise TeacherError(f"{name} gave logprobs of prompt {ordinal} that are not finite")
         except BaseException as failure:
             error = failure
             self.num_failures += isinstance(failure, Exception)
@@ -103,11 +103,6 @@ class Teacher:
 def _read(sequence: TokenSequence) -> IntArray:
     """Return the sequence's tokens up to the last that the policy sampled."""
     return sequence.token_ids[: len(sequence.prompt_ids) + np.flatnonzero(sequence.loss_mask)[-1] + 1]
-
-
-def _require_finite(logprobs: Sequence[FloatArray], name: str, ordinal: int) -> None:
-    if not all(np.isfinite(some).all() for some in logprobs):
-        raise TeacherError(f"{name} gave logprobs of prompt {ordinal} that are not finite")
 
 
 def _taught(group: TrajectoryGroup, logprobs: Sequence[FloatArray], score_s: float) -> TrajectoryGroup:

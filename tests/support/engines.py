@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from rollout.engines.base import EngineSpec
+from rollout.replica.replica import RolloutReplica
 from rollout.replica.replica_group import engine_env
 from rollout.request_ids import RequestId
 from rollout.types import Completion, GenerationRequest, SamplingParams
 from tests.support.weights import FIRST_TOKEN, publish, release, tag_of
 from trainer.tiny.model import build_tokenizer, save_tiny_model
+from weight_sync.protocol import Manifest
 
 MAX_NUM_SEQS = 16
 request_numbers = count()
@@ -137,6 +139,15 @@ async def staged(
 async def update(engine: Any, weights: dict[str, torch.Tensor], version: int, clear_cache: bool = False) -> None:
     async with staged(engine, weights, version) as swap:
         await swap(clear_cache)
+
+
+async def push(replica: RolloutReplica, manifest: Manifest) -> None:
+    """Bring a replica to what was published, and remove that."""
+    try:
+        await replica.stage(manifest)
+        await replica.commit(tag_of(manifest))
+    finally:
+        release()
 
 
 async def pause(engine: Any, clear_cache: bool = False) -> None:

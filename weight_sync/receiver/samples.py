@@ -31,16 +31,11 @@ def shortened(names: Sequence[str], most: int = 8) -> str:
 
 def _spaced(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of evenly spaced runs of elements. Their distance is odd, so that they come from all columns."""
-    flat = _flat(tensor)
+    if tensor.dim() == 2 and not tensor.is_contiguous():
+        tensor = tensor.t()  # as kernels want some weights: a copy of it lies in the same way
+    flat = tensor.reshape(-1)  # without a copy where all elements lie in one piece
     if len(flat) > SAMPLE:
         num_runs = SAMPLE // RUN
         step = (len(flat) - RUN) // (num_runs - 1)
         flat = flat.as_strided((num_runs, RUN), (step - (step % 2 == 0), 1)).reshape(-1)
     return flat.contiguous().view(torch.uint8)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all elements in one dimension, without a copy where they lie in one piece."""
-    if tensor.dim() == 2 and not tensor.is_contiguous():
-        tensor = tensor.t()  # as kernels want some weights: a copy of it lies in the same way
-    return tensor.reshape(-1)

@@ -46,7 +46,10 @@ class FilesystemSender(RankSender):
         tensors = {entry.name: tensor.contiguous().cpu() for entry, tensor in rows}
         save_file(tensors, self._files[-1])
         while len(self._files) > 1:
-            _remove(self._files.pop(0))
+            before = self._files.pop(0)
+            before.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another rank's file is still in the folder
+                before.parent.rmdir()
         return self._files[0], [checksum(tensor) for tensor in tensors.values()]
 
 
@@ -70,10 +73,3 @@ def _read(path: Path, entries: Sequence[TensorEntry]) -> NamedTensors:
         ) from error
     except SafetensorError as error:
         raise RuntimeError(f"{path} is not what was written: {error}") from error
-
-
-def _remove(file: Path) -> None:
-    """Remove a file, and its folder when it was the last one in it."""
-    file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        file.parent.rmdir()

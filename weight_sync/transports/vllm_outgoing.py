@@ -9,6 +9,7 @@ import torch.distributed as dist
 from weight_sync.protocol import NamedTensors, Shards, TensorEntry
 from weight_sync.transports import byte_layout
 from weight_sync.transports.checksums import summed
+from weight_sync.transports.delta import changed
 
 AllGather = Callable[[torch.Tensor, torch.Tensor], object]
 """Fills the first tensor with the second one of every rank."""
@@ -68,10 +69,8 @@ class Changed:
         for name, tensor in tensors:
             flat = tensor.reshape(-1)
             if is_known:
-                before = self._before[name]
-                differs = (flat.view(torch.uint8) != before.view(torch.uint8)).view(len(flat), flat.itemsize).any(1)
-                places = differs.nonzero().view(-1).int()
-                before[differs] = flat[differs]
+                places = changed(self._before[name], flat)
+                self._before[name].copy_(flat)
             else:
                 places = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
                 self._before[name] = flat.clone()

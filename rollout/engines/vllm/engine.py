@@ -106,21 +106,27 @@ class VllmEngine:
         """Raises ValueError for stop strings where the engine has no tokenizer."""
         if request.sampling.stop and self._llm.output_processor.tokenizer is None:
             raise ValueError(f"stop={request.sampling.stop}: an engine with skip_tokenizer_init has no stop strings")
-        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        params = self._params(request)
-        name = str(request.request_id)
-        final: RequestOutput | None = None
+        params, name = self._params(request), str(request.request_id)
         try:
-            async for output in self._llm.generate(prompt, params, name, is_continuation=request.is_continuation):
-                final = output
+            final = await self._output([*request.prompt_ids], params, name, request.is_continuation)
         except EngineDeadError as error:
             known = self.partials({request.request_id: 0})  # the front end outlives the core, and has all its tokens
             raise EngineDiedError("the vLLM engine core died", known.get(request.request_id)) from error
         finally:
             boundaries = self._boundaries.pop(name, [])
-        assert final is not None and final.finished
         completion = self._completion(final, boundaries)
         return replace(completion, routes=None) if request.request_id.is_evaluation else completion
+
+    async def _output(
+        self, prompt_ids: list[int], params: VllmSamplingParams, name: str, is_continuation: bool = False
+    ) -> RequestOutput:
+        """Return the one output of a request. Raises EngineDeadError."""
+        prompt: Any = {"type": "token", "prompt_token_ids": prompt_ids}
+        final: RequestOutput | None = None
+        async for output in self._llm.generate(prompt, params, name, is_continuation=is_continuation):
+            final = output
+        assert final is not None and final.finished
+        return final
 
     def _params(self, request: GenerationRequest) -> VllmSamplingParams:
         params = _sampling_params(request.sampling, request.num_sampled)
@@ -132,7 +138,6 @@ class VllmEngine:
         return params
 
     async def score(self, token_ids: IntArray, name: str) -> FloatArray:
-        prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         params = VllmSamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -142,13 +147,10 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        final: RequestOutput | None = None
         try:
-            async for output in self._llm.generate(prompt, params, name):
-                final = output
+            final = await self._output(token_ids.tolist(), params, name)
         except EngineDeadError as error:
             raise EngineDiedError("the vLLM engine core died") from error
-        assert final is not None and final.finished
         if final.outputs[0].finish_reason == "abort":
             raise RuntimeError(f"the scoring {name} was aborted")
         prompt_logprobs = final.prompt_logprobs

@@ -130,29 +130,25 @@ async def test_a_group_that_is_tried_again_finds_room_beside_the_next_one_that_w
             assert await router.acquire(group_size) == "a"
 
 
-def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody() -> None:
+@pytest.mark.parametrize("cancel_late", [False, True])
+async def test_a_cancelled_waiter_takes_no_room_and_holds_up_nobody(cancel_late: bool) -> None:
     """The first in the queue, and the one behind it, are cancelled; also in the moment in which there is room."""
-
-    async def main(cancel_late: bool) -> None:
-        router = ReplicaRouter(["a"], max_inflight=1)
-        await router.acquire(1)
-        waiters = [asyncio.create_task(router.acquire(1)) for _ in range(4)]
-        await settle()
-        if cancel_late:
-            router.release("a", 1)
-        waiters[0].cancel()
-        waiters[1].cancel()
-        await settle()
-        if not cancel_late:
-            router.release("a", 1)
-        await settle()
-        assert [waiter.done() for waiter in waiters] == [True, True, True, False]
-        assert waiters[0].cancelled() and waiters[1].cancelled() and in_flight(router) == 1
+    router = ReplicaRouter(["a"], max_inflight=1)
+    await router.acquire(1)
+    waiters = [asyncio.create_task(router.acquire(1)) for _ in range(4)]
+    await settle()
+    if cancel_late:
         router.release("a", 1)
-        assert await waiters[3] == "a"
-
-    for cancel_late in (False, True):
-        run_virtual(main(cancel_late))
+    waiters[0].cancel()
+    waiters[1].cancel()
+    await settle()
+    if not cancel_late:
+        router.release("a", 1)
+    await settle()
+    assert [waiter.done() for waiter in waiters] == [True, True, True, False]
+    assert waiters[0].cancelled() and waiters[1].cancelled() and in_flight(router) == 1
+    router.release("a", 1)
+    assert await waiters[3] == "a"
 
 
 # Moments at which a group arrives, how many trajectories it has, how long it runs, and when it gives up waiting.

@@ -33,6 +33,10 @@ def _with(**values: Any) -> Callable[[Ready], Ready]:
     return changed
 
 
+def trained_by(*runs: CheckpointedRun) -> list[int]:
+    return sorted(ordinal for run in runs for of_step in run.trained.values() for ordinal in of_step)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seconds=st.lists(st.sampled_from([0.0, 0.5, 3.0, 30.0]), min_size=1, max_size=9),
@@ -75,8 +79,7 @@ async def test_what_does_not_fit_another_bound_is_sampled_anew_and_comes_first(c
     if "group_size" in change:
         assert given_back == len(untrained)
     await run.until(NUM_STEPS)
-    trained = [ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step]
-    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
+    assert trained_by(first, run) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
 
 async def test_prompts_that_were_given_back_and_not_dispatched_again_are_in_the_next_checkpoint() -> None:
@@ -92,8 +95,7 @@ async def test_prompts_that_were_given_back_and_not_dispatched_again_are_in_the_
     assert restore(again, last.rollouter) == 0
     assert last.rollouter.stream.returned == returned and last.rollouter.stream.ordinal == state.next_ordinal
     await last.until(NUM_STEPS)
-    trained = [ordinal for of_step in (*first.trained.values(), *last.trained.values()) for ordinal in of_step]
-    assert sorted(trained) == list(range(NUM_STEPS * GROUPS_PER_STEP))
+    assert trained_by(first, last) == list(range(NUM_STEPS * GROUPS_PER_STEP))
 
 
 async def test_a_run_that_is_resumed_with_fewer_steps_knows_what_it_had_begun_and_did_not_need() -> None:
@@ -102,11 +104,10 @@ async def test_a_run_that_is_resumed_with_fewer_steps_knows_what_it_had_begun_an
     run = CheckpointedRun([9.0, 1.0], max_staleness=3, global_steps=2, num_steps=3)
     restore(state, run.rollouter)
     await run.until(3)
-    trained = {ordinal for of_step in (*first.trained.values(), *run.trained.values()) for ordinal in of_step}
     left_over = run.rollouter.left_over()
     assert {group.reason for group in left_over} == {DiscardReason.unneeded}
     ordinals = [group.prompt.ordinal for group in left_over]
-    assert sorted([*trained, *ordinals]) == list(range(state.next_ordinal))
+    assert sorted([*trained_by(first, run), *ordinals]) == list(range(state.next_ordinal))
 
 
 @pytest.mark.parametrize("changed", ["seed", "rows", "answer"])

@@ -64,15 +64,14 @@ def test_the_source_is_told_who_receives_and_which_version_all_of_them_hold(scen
 def test_after_a_failure_the_base_is_known_again_only_when_all_hold_the_same_verified_version(scene: Scene) -> None:
     scene.b.faults["stage"] = [None, OSError(), OSError(), None, OSError()]
     scene.update(1, 2, 3, 4, 5)
-    both, only_b = {"a": 1, "b": 1}, {"b": 1}
     assert scene.source.orders == [
-        (both, None),
-        (both, 1),  # stage on b fails
-        (only_b, None),  # and again: b stays out, on version 1
-        (both, None),  # a holds 2, b nothing that is known
-        (both, 3),  # stage on b fails
-        (only_b, None),
-        (both, 4),
+        (BOTH, None),
+        (BOTH, 1),  # stage on b fails
+        (ONLY_B, None),  # and again: b stays out, on version 1
+        (BOTH, None),  # a holds 2, b nothing that is known
+        (BOTH, 3),  # stage on b fails
+        (ONLY_B, None),
+        (BOTH, 4),
     ]
     assert scene.source.had_new == [True, False, True, True, False, True, False], "whoever failed may hold nothing"
 

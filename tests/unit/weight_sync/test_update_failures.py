@@ -290,6 +290,3 @@ async def test_a_cancelled_update_leaves_nothing_under_way(scene: Scene) -> None
         each.seconds.clear()
     await scene.train_and_update(2)
     assert scene.source.orders[-1] == ({"a": 1, "b": 1}, None), "nobody knows what they hold"
-
-
-# -- config ------------------------------------------------------------------------------------------------------------

@@ -25,10 +25,9 @@ from rollout.types import Completion, FloatArray, Prompt, SamplingParams
 from scripts.launch.replica_check import ReplicaCheck, StalePrefixError
 from tests.support.adapters import factors, published
 from tests.support.compose import changed
-from tests.support.engines import EngineHost, hosted, prompt, request
-from tests.support.weights import publish, random_weights, release, tag_of
+from tests.support.engines import EngineHost, hosted, prompt, push, request
+from tests.support.weights import publish, random_weights
 from trainer.batch import StepBatch
-from weight_sync.protocol import Manifest
 from weight_sync.published import PublishedTensors
 
 RECEIVER = "tests.support.faulty_receiver.FaultyReceiver"
@@ -112,21 +111,13 @@ class Run:
         self.weights = {name: tensor * (1 + by) for name, tensor in self.weights.items()}
         self.trainer.model.load_state_dict(self.weights, strict=False)
         await self.check.remember(version)
-        await commit(self.replica, publish(self.weights, version))
+        await push(self.replica, publish(self.weights, version))
         self.record.version = version
 
     async def step_and_ask(self) -> dict[str, float]:
         await self.step()
         await self.check.ask(self.record.version)
         return self.check.gauges()
-
-
-async def commit(replica: RolloutReplica, manifest: Manifest) -> None:
-    try:
-        await replica.stage(manifest)
-        await replica.commit(tag_of(manifest))
-    finally:
-        release()
 
 
 # -- before any other update of the engine -----------------------------------------------------------------------------
@@ -142,7 +133,7 @@ def test_a_fused_or_tied_tensor_that_the_trainer_leaves_out(faulty_host: EngineH
     fewer = {name: tensor for name, tensor in weights.items() if left_out not in name}
     replica = RolloutReplica("r", faulty_host.engine, WeightSyncConfig())
     with pytest.raises(Exception, match=f"(has written|lacks tensors of the one before:) {named}"):
-        faulty_host.run(commit(replica, publish(fewer, next(versions))))
+        faulty_host.run(push(replica, publish(fewer, next(versions))))
     assert replica.global_steps == -1
 
 
@@ -166,7 +157,7 @@ def test_a_tensor_that_a_later_version_lacks(faulty_host: EngineHost) -> None:
         before = run.record.version
         fewer = {name: tensor for name, tensor in run.weights.items() if "layers.1.mlp.up_proj" not in name}
         with pytest.raises(Exception, match="lacks tensors of the one before: model.layers.1.mlp.up_proj.weight"):
-            await commit(run.replica, publish(fewer, next(versions)))
+            await push(run.replica, publish(fewer, next(versions)))
         assert run.replica.global_steps == before
 
     faulty_host.run(main())
@@ -198,15 +189,15 @@ def test_an_adapter_that_was_not_delivered_while_the_version_goes_up(faulty_adap
 
     async def main() -> None:
         replica, llm = RolloutReplica("r", host.engine, WeightSyncConfig()), host.engine._llm
-        await commit(replica, published(factors(host.model_path, 1), version := next(versions)))
+        await push(replica, published(factors(host.model_path, 1), version := next(versions)))
         await llm.on_every_worker("receiver_break_swaps", True)
         try:
             with pytest.raises(Exception, match="live is another adapter than the one that was staged: model.layers.0"):
-                await commit(replica, published(factors(host.model_path, 2), next(versions)))
+                await push(replica, published(factors(host.model_path, 2), next(versions)))
         finally:
             await llm.on_every_worker("receiver_break_swaps", False)
         assert (await replica.status()).torn and replica.global_steps == version
-        await commit(replica, published(factors(host.model_path, 2), next(versions)))
+        await push(replica, published(factors(host.model_path, 2), next(versions)))
 
     host.run(main())
 
@@ -220,7 +211,7 @@ def test_weights_that_the_trainer_did_not_publish(faulty_host: EngineHost) -> No
         run.trainer.model.load_state_dict(random_weights(faulty_host.model_path, 8), strict=False)
         version = next(versions)
         await run.check.remember(version)
-        await commit(run.replica, publish(run.weights, version))
+        await push(run.replica, publish(run.weights, version))
         run.record.version = version
         with pytest.raises(ConfigError, match="r is off by .* over 8 tokens"):
             await run.check.ask(version)

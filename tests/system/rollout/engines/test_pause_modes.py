@@ -9,8 +9,17 @@ import torch
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, GenerationRequest, VersionSpan
-from tests.support.engines import BOTH_SCHEDULERS, MAX_NUM_SEQS, EngineHost, prompt, reference_logprobs, request, until
-from tests.support.weights import publish, random_weights, release, tag_of
+from tests.support.engines import (
+    BOTH_SCHEDULERS,
+    MAX_NUM_SEQS,
+    EngineHost,
+    prompt,
+    push,
+    reference_logprobs,
+    request,
+    until,
+)
+from tests.support.weights import publish, random_weights
 
 pytestmark = pytest.mark.usefixtures("native")
 TOKENS = 800
@@ -21,17 +30,8 @@ async def make_replica(
 ) -> RolloutReplica:
     """`mode`: how it pauses for updates."""
     replica = RolloutReplica("replica-0", host.engine, WeightSyncConfig(pause_mode=mode))
-    await push(replica, weights, version)
+    await push(replica, publish(weights, version))
     return replica
-
-
-async def push(replica: RolloutReplica, weights: dict[str, torch.Tensor], version: int) -> None:
-    manifest = publish(weights, version)
-    try:
-        await replica.stage(manifest)
-        await replica.commit(tag_of(manifest))
-    finally:
-        release()
 
 
 def requests(count: int, max_tokens: int = TOKENS) -> list[GenerationRequest]:
@@ -65,7 +65,7 @@ def test_pause_abort_ends_requests_with_the_tokens_they_have(host: EngineHost) -
         calm = await replica.generate_group(requests(MAX_NUM_SEQS))
         tasks = generating(replica, [*requests(MAX_NUM_SEQS), *requests(4)])
         await host.every_one_has(MAX_NUM_SEQS, 5)
-        await push(replica, weights, 201)
+        await push(replica, publish(weights, 201))
         at_least = max(60, 5 + max(host.engine._llm.output_counts().values()))
         await host.every_one_has(MAX_NUM_SEQS, at_least)
         async with asyncio.timeout(30):
@@ -105,7 +105,7 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         sent = [*requests(MAX_NUM_SEQS), *requests(2)]
         tasks = generating(replica, sent)
         await host.every_one_has(MAX_NUM_SEQS, 20)
-        await push(replica, weights, 221)
+        await push(replica, publish(weights, 221))
         # Each part counts from 0. Its client knows a request by the name it gave it, whatever part of it runs.
         await host.every_one_has(MAX_NUM_SEQS, 30)
         name = str(sent[3].request_id)
@@ -113,7 +113,7 @@ def test_updates_that_abort_leave_one_trajectory_of_the_same_tokens(host: Engine
         assert (await tasks[3]).finish_reason == "abort"
         await until(lambda: host.engine.gauges()["waiting_requests"] == 1)
         await host.every_one_has(MAX_NUM_SEQS, 5)
-        await push(replica, weights, 222)
+        await push(replica, publish(weights, 222))
         completions = await asyncio.gather(*tasks)
         stats = await replica.stats()
         assert stats["continued"] - before["continued"] == 2 * MAX_NUM_SEQS, "each that ran, at each update"
@@ -143,7 +143,7 @@ def test_after_an_update_that_aborts_every_token_is_of_weights_that_saw_the_whol
         tasks = generating(replica, requests(4))
         for version in (231, 232):
             await host.every_one_has(4, 30)
-            await push(replica, weights[version], version)
+            await push(replica, publish(weights[version], version))
         return await asyncio.gather(*tasks)
 
     for index, completion in enumerate(host.run(scenario())):

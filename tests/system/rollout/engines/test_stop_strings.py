@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from configs.schema import PauseMode, WeightSyncConfig
 from rollout.replica.replica import RolloutReplica
 from rollout.types import Completion, VersionSpan
-from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, request, update
-from tests.support.weights import FIRST_TOKEN, emitting_weights, publish, release, tag_of
+from tests.support.engines import BOTH_SCHEDULERS, EngineHost, assert_tokens_equal_tags, push, request, update
+from tests.support.weights import FIRST_TOKEN, emitting_weights, publish
 
 pytestmark = pytest.mark.slow
 
@@ -67,18 +67,12 @@ def test_a_stop_string_that_began_before_an_update_stops_after_it(
     first, second = next(versions), next(versions)
     sent = request(question(host), max_tokens=LIMIT, stop=(text(host, token(first), token(second)),))
 
-    async def push(replica: RolloutReplica, version: int) -> None:
-        manifest = publish(emitting_weights(host.model_path, token(version)), version)
-        await replica.stage(manifest)
-        await replica.commit(tag_of(manifest))
-        release()
-
     async def scenario() -> Completion:
         replica = RolloutReplica("replica-0", host.engine, WeightSyncConfig(pause_mode=mode))
-        await push(replica, first)
+        await push(replica, publish(emitting_weights(host.model_path, token(first)), first))
         generating = asyncio.create_task(replica.generate_group([sent]))
         await host.every_one_has(1, 5)
-        await push(replica, second)
+        await push(replica, publish(emitting_weights(host.model_path, token(second)), second))
         return (await generating)[0]
 
     completion = host.run(scenario())

@@ -13,7 +13,7 @@ from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
 from rollout.types import EvaluatedPrompt, EvaluatedSample, Prompt, SamplingParams
 from tests.support.evaluations import make_evaluator
-from tests.support.fakes import now, run_virtual, settle
+from tests.support.fakes import now, settle
 from tests.support.updates import DEADLINES, WHOLE, FakeSource, FakeTarget
 from weight_sync.checkpoint_manager import CheckpointManager
 
@@ -189,27 +189,23 @@ async def test_the_replacement_of_a_single_replica_is_waited_for(dies_under_it: 
 
 
 @pytest.mark.parametrize(("min_replicas", "is_enough"), [(1, True), (2, False)])
-def test_who_is_pinned_counts_among_those_that_are_left(min_replicas: int, is_enough: bool) -> None:
+async def test_who_is_pinned_counts_among_those_that_are_left(min_replicas: int, is_enough: bool) -> None:
     """The other one dies: the pinned one trains on, when it has evaluated. Updates have nowhere to go until then."""
     scene = Scene(min_replicas=min_replicas)
-
-    async def main() -> None:
-        await scene.update(1)
-        evaluating = asyncio.create_task(scene.evaluator.evaluate())
-        await settle()
-        if not is_enough:
-            with pytest.raises(TooFewReplicasError, match=r"^1 replicas are left .*min_replicas=2"):
-                await scene.fleet.lose("a", OSError("died"))
-            evaluating.cancel()
-            return
-        await scene.fleet.lose("a", OSError("died"))
-        await scene.update(2)
-        assert scene.versions()["b"] == 1
-        assert (await evaluating).versions == (1,)
-        assert scene.versions()["b"] == 2 and scene.router.healthy == ["b"]
-        assert [receivers for receivers, _ in scene.source.orders] == [{"a": 1, "b": 1}, {"b": 1}]
-
-    run_virtual(main())
+    await scene.update(1)
+    evaluating = asyncio.create_task(scene.evaluator.evaluate())
+    await settle()
+    if not is_enough:
+        with pytest.raises(TooFewReplicasError, match=r"^1 replicas are left .*min_replicas=2"):
+            await scene.fleet.lose("a", OSError("died"))
+        evaluating.cancel()
+        return
+    await scene.fleet.lose("a", OSError("died"))
+    await scene.update(2)
+    assert scene.versions()["b"] == 1
+    assert (await evaluating).versions == (1,)
+    assert scene.versions()["b"] == 2 and scene.router.healthy == ["b"]
+    assert [receivers for receivers, _ in scene.source.orders] == [{"a": 1, "b": 1}, {"b": 1}]
 
 
 async def test_tokens_of_two_versions_from_a_pinned_replica_are_an_error() -> None:

@@ -228,7 +228,8 @@ def learning_sequences(
     groups: Sequence[TrajectoryGroup], tokens: TokenSignals, *, keep_idle: bool
 ) -> Iterator[list[tuple[TokenSequence, int]]]:
     """Yield for each group the sequences of the trajectories that are computed, with the place of each one's first loss
-    token. The arguments are those of `assemble`."""
+    token. The arguments are those of `assemble`. Raises ValueError after the last group where the signals are of other
+    tokens."""
     learning = set(np.unique(tokens.trajectories if keep_idle else tokens.trajectories[tokens.is_learning]).tolist())
     number, first_token = 0, 0
     for group in groups:

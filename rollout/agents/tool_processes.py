@@ -95,7 +95,7 @@ class ToolProcesses:
         return process
 
     def leave(self, process: Resident) -> None:
-        """End the process of an environment."""
+        """End the process of an environment, once: another may then begin."""
         self._stop(process)
         self._free.release()
 

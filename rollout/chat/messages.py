@@ -101,7 +101,7 @@ class ChatRequest:
 
     messages: tuple[Message, ...] = ()
     prompt: str | tuple[int, ...] | None = None
-    """A text or token ids to continue, with no messages and no template around them."""
+    """A text or token ids to continue, with no template around them. A request has either this or `messages`."""
     tools: tuple[ToolSpec, ...] = ()
     tool_choice: str = "auto"
     """"auto", "none", "required" or the name of a tool."""

@@ -35,7 +35,7 @@ def make_limits(config: Config) -> SessionLimits:
         max_turns=sessions.max_turns,
         max_tokens=rollout.max_response_tokens,
         max_turn_tokens=sessions.max_turn_tokens,
-        max_context=config.data.max_prompt_tokens + rollout.max_response_tokens,
+        max_context=config.context_tokens,
         timeout_s=sessions.timeout_s,
         idle_timeout_s=sessions.idle_timeout_s,
     )

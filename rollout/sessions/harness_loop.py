@@ -122,7 +122,7 @@ class HarnessTimeoutError(TimeoutError):
 
 
 def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = start_here) -> "HarnessLoop":
-    """Return the loop of rollout.agent or rollout.agent_command, whose commands run in `place`. Raises ValueError when
+    """Return the loop of rollout.agent or rollout.agent_command, whose commands `place` starts. Raises ValueError when
     either cannot be loaded, or the tokenizer has no chat template."""
     return HarnessLoop(load_harness(config, place=place), SessionHost.of(config, tokenizer), config.sessions)
 
@@ -130,7 +130,7 @@ def load_harness_loop(config: Config, tokenizer: Any, place: CommandPlace = star
 def load_harness(
     config: Config, on_end: Callable[[CommandEnd], None] = lambda end: None, place: CommandPlace = start_here
 ) -> Harness:
-    """Return the harness of a config. `on_end` is told how a command has ended, and `place` is where it runs. Raises
+    """Return the harness of a config. `on_end` is told how a command has ended, and `place` starts it. Raises
     ValueError when the harness cannot be loaded, or its program is not on this machine."""
     rollout, sessions = config.rollout, config.sessions
     if rollout.agent_command:

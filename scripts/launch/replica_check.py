@@ -97,7 +97,9 @@ class ReplicaCheck:
             ConfigError: a replica computes other logprobs than the trainer.
         """
         self._first = global_steps
-        names = self._serving(global_steps) if self._is_on else []
+        if not self._is_on:
+            return
+        names = self._serving(global_steps)
         prompt_ids = self.prompt.token_ids[: max(1, self._max_tokens - NUM_TOKENS)]  # leaves room for the tokens
         num_tokens = min(NUM_TOKENS, self._max_tokens - len(prompt_ids))
         answers = await asyncio.gather(*(self._ask(name, [prompt_ids], num_tokens) for name in names))

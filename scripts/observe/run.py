@@ -188,7 +188,7 @@ class Run:
         path = self.trajectories_path(step)
         try:
             status = path.stat()
-            return _kept_index(path, status.st_ino, status.st_size)
+            return _kept_index(path, status.st_ino, status.st_size, status.st_mtime_ns)
         except FileNotFoundError:
             raise RunError(f"step={step}: no trajectories of that step in {self.folder.name}") from None
 
@@ -325,7 +325,7 @@ def read_index(path: Path) -> StepIndex:
 
 
 @lru_cache(maxsize=INDEXES_KEPT)
-def _kept_index(path: Path, identity: int, size: int) -> StepIndex:
+def _kept_index(path: Path, identity: int, size: int, changed_ns: int) -> StepIndex:
     """Return the index of a file from memory, unless the file has changed since."""
     return read_index(path)
 

@@ -118,8 +118,9 @@ class AgentReport:
     processor_s: float | None
     """The processor time of its processes; None where the agent is no command."""
     sessions: SessionsConfig
-    """The limits under which the agent ran, with `group_timeout_s`, which is rollout.group_timeout_s."""
+    """The limits under which the agent ran."""
     group_timeout_s: float
+    """The limit of a group of such episodes, rollout.group_timeout_s."""
 
     @property
     def first_prompt(self) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from configs.validate import ConfigError
 from trainer.worker.checksum import word_sum
 from trainer.worker.model_files import Read, Whole, read_by_transformers, reads_of_files, safetensors_files
 
 Opened = tuple[Any, Callable[[nn.Module], dict[str, int]]]
-"""A model without values, and the function that fills it: `read_into` from its files, or none in a rehearsal."""
+"""A model without values, and the function that fills it: `read_into`, or one that reads nothing in a rehearsal."""
 
 
 def open_causal_lm(path: str) -> Opened:
@@ -128,10 +128,12 @@ def _compute_buffers(causal_lm: Any) -> None:
 
 
 def local_rows(parameter: Tensor) -> slice:
-    """Return the rows that this rank holds: of dimension 0, which FSDP2 shards as torch.chunk does, or all."""
+    """Return the rows that this rank holds: of dimension 0, which FSDP2 shards as torch.chunk does over a mesh of one
+    dimension, or all."""
     length = parameter.shape[0]
     if not isinstance(parameter, DTensor):
         return slice(0, length)
+    assert parameter.placements == (Shard(0),), parameter.placements
     mesh = parameter.device_mesh
     size = -(-length // mesh.size())
     first = min(mesh.get_local_rank() * size, length)

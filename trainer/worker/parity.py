@@ -148,7 +148,7 @@ def _refuse_stretched_positions(model: Any, config: Config, architecture: str) -
 def _refuse_long_masks(policy: Policy, config: Config, architecture: str) -> None:
     """Refuse rows that are too long for masks of all pairs. A sequence in a row by itself needs none."""
     trainer, its = config.trainer, longest_source(config)
-    longest = max(trainer.tokens_per_micro_batch, its.data.max_prompt_tokens + its.rollout.max_response_tokens)
+    longest = max(trainer.tokens_per_micro_batch, its.context_tokens)
     if trainer.layout is Layout.rows or not takes_tensors(policy.causal_lm) or longest <= LONGEST_MASK:
         return
     raise ConfigError(

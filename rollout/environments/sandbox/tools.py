@@ -40,36 +40,12 @@ class Settings:
     """The deadline of all commands of a turn, and of the tests of a task."""
 
 
-class SandboxTools:
-    """The tools of one episode, of which a turn gets only so much time: what is left for a call is its deadline. They
-    raise what is not the policy's fault: its episode then has no reward."""
+class SandboxCommands:
+    """The functions of the tools in the sandbox of an episode. They raise what is not the policy's fault."""
 
-    def __init__(self, sandbox: Sandbox, task: Task | None, settings: Settings):
-        self._sandbox, self._config, self._turn_timeout_s = sandbox, sandbox.config, settings.turn_timeout_s
+    def __init__(self, sandbox: Sandbox, task: Task | None):
+        self.sandbox, self.timeout_s = sandbox, 0.0
         self._cwd, self._env = (HOME, None) if task is None else (task.workdir, task.env)
-        self._until = self._timeout_s = 0.0
-        self._toolbox = Toolbox(
-            [replace(tool, function=getattr(self, tool.spec.name)) for tool in settings.tools],
-            call_timeout_s=self._config.timeout_s + self._config.answer_timeout_s + MARGIN_S,
-            max_output_chars=settings.max_output_chars,
-        )
-
-    def begin_turn(self) -> None:
-        self._until = asyncio.get_running_loop().time() + self._turn_timeout_s
-
-    def specs(self) -> Sequence[ToolSpec]:
-        return self._toolbox.specs()
-
-    async def result(self, call: ToolCall) -> ToolResult:
-        left = self._until - asyncio.get_running_loop().time()
-        if left <= 0:
-            text = f"Error: not run: the calls before it took turn_timeout_s={self._turn_timeout_s:g}"
-            return ToolResult(text=text, is_error=True)
-        self._timeout_s = min(left, self._config.timeout_s)
-        result = await self._toolbox.result(call)
-        if self._sandbox.is_lost:  # what the toolbox takes for a failure of the call
-            raise SandboxLostError(f"the sandbox of the episode is gone: {result.text}")
-        return result
 
     async def python(self, code: str) -> str:
         """Run a Python program in a sandbox, and return what it prints.
@@ -88,8 +64,39 @@ class SandboxTools:
         return await self._run(["bash", "-c", command])
 
     async def _run(self, argv: Sequence[str], stdin: bytes = b"") -> str:
-        outcome = await self._sandbox.exec(argv, stdin=stdin, cwd=self._cwd, env=self._env, timeout_s=self._timeout_s)
+        outcome = await self.sandbox.exec(argv, stdin=stdin, cwd=self._cwd, env=self._env, timeout_s=self.timeout_s)
         return outcome.text()
+
+
+class SandboxTools:
+    """The tools of one episode, of which a turn gets only so much time: what is left for a call is its deadline. An
+    episode whose tools raise has no reward."""
+
+    def __init__(self, sandbox: Sandbox, task: Task | None, settings: Settings):
+        self._commands, self._config = SandboxCommands(sandbox, task), sandbox.config
+        self._turn_timeout_s, self._until = settings.turn_timeout_s, 0.0
+        self._toolbox = Toolbox(
+            [replace(tool, function=getattr(self._commands, tool.spec.name)) for tool in settings.tools],
+            call_timeout_s=self._config.timeout_s + self._config.answer_timeout_s + MARGIN_S,
+            max_output_chars=settings.max_output_chars,
+        )
+
+    def begin_turn(self) -> None:
+        self._until = asyncio.get_running_loop().time() + self._turn_timeout_s
+
+    def specs(self) -> Sequence[ToolSpec]:
+        return self._toolbox.specs()
+
+    async def result(self, call: ToolCall) -> ToolResult:
+        left = self._until - asyncio.get_running_loop().time()
+        if left <= 0:
+            text = f"Error: not run: the calls before it took turn_timeout_s={self._turn_timeout_s:g}"
+            return ToolResult(text=text, is_error=True)
+        self._commands.timeout_s = min(left, self._config.timeout_s)
+        result = await self._toolbox.result(call)
+        if self._commands.sandbox.is_lost:  # what the toolbox takes for a failure of the call
+            raise SandboxLostError(f"the sandbox of the episode is gone: {result.text}")
+        return result
 
 
 def make_tools(names: Sequence[str]) -> tuple[Tool, ...]:
@@ -98,7 +105,7 @@ def make_tools(names: Sequence[str]) -> tuple[Tool, ...]:
         raise ValueError(f"{KEY}.tools={list(names)}: {unknown[0]!r} is none; allowed: {', '.join(NAMES)}")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"{KEY}.tools={list(names)}: must name at least one of {', '.join(NAMES)}, and each once")
-    unbound = SandboxTools.__new__(SandboxTools)
+    unbound = SandboxCommands.__new__(SandboxCommands)
     return tuple(Tool.of(getattr(unbound, name)) for name in names)
 
 

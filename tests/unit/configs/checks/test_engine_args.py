@@ -82,7 +82,7 @@ def test_vllms_own_adapters_are_for_serving() -> None:
     check(config, needed_files=())
 
 
-def test_without_vllm_only_names_of_ours_are_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_vllm_only_names_of_ours_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A plan for another machine."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     known_arguments.cache_clear()

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from rollout.agents.loop import EpisodeTask, GenerateGroup
@@ -133,7 +132,7 @@ class SessionRecord:
         for sequence in values["sequences"]:
             if not sequence["kept_counts"]:
                 del sequence["kept_counts"], sequence["kept_ids"]
-        encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, default=dict)
+        encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=dict).encode
         lines = (f"{encode(column.name)}: {encode(values[column.name])}" for column in fields(self))
         return ("{\n" + ",\n".join(lines) + "\n}\n").encode("utf-8", "backslashreplace")
 

@@ -76,7 +76,8 @@ class RayConfig:
     """Interface for weight updates and gradients, on every node; null takes the one with the address that Ray uses."""
     forward_env: list[str] = field(default_factory=list[str])
     """Names of environment variables of this shell that all processes of a run on a cluster (ray.address) get besides
-    HF_*, NCCL_*, GLOO_*, TORCH_* and VLLM_*, in brackets: ray.forward_env=[JUDGE_API_KEY]."""
+    HF_*, NCCL_*, GLOO_*, VLLM_*, TORCH_*, PYTORCH_*, TORCHINDUCTOR_*, TRITON_* and CUDA_HOME, in brackets:
+    ray.forward_env=[JUDGE_API_KEY]."""
     gpu_memory_gb: float | None = None
     """GiB of each GPU, by which a run that cannot fit is refused; null asks nvidia-smi on this machine."""
     placement_timeout_s: float = 60.0
@@ -91,7 +92,7 @@ class Config:
     device: Device = Device.auto
     """Device of replicas and trainer alike: auto, cpu or cuda."""
     gpu_share: float = 1.0
-    """Share of a GPU that trainer and each replica claim: 0.5 is both on one. Match rollout.gpu_memory_utilization."""
+    """Share of a GPU that trainer and each replica claim: 0.5 is both on one, with a size in rollout.kv_cache_mb."""
     dry_run: bool = False
     """Resolve and check everything, print what would start where, and stop."""
     plain_console: bool = False

@@ -40,4 +40,4 @@ def factor_names(weight: str) -> tuple[str, str]:
 def merged(weight: "Tensor", a: "Tensor", b: "Tensor", scale: float) -> "Tensor":
     """W + scale B A in float32, rounded once to the dtype of W."""
     change = b.float() @ a.float()
-    return (weight.float() + change.mul_(scale)).to(weight.dtype)
+    return change.mul_(scale).add_(weight).to(weight.dtype)  # in place: they are as large as the weights

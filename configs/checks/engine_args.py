@@ -49,6 +49,8 @@ OURS = {
     "return_sampling_mask": "it refuses greedy requests; what rollout.top_p, top_k and min_p leave travels anyway",
     "enable_return_routed_experts": "set model.replay_routes",
     "aux_output_config": "set model.replay_routes",
+    "enable_eplb": "it moves experts while the engine runs, and updates would write over others",
+    "eplb_config": "it moves experts while the engine runs, and updates would write over others",
     "speculative_config": "set rollout.speculative",
     "logits_processors": SAMPLED,
     "worker_extension_cls": "ours receives the weight updates",

@@ -25,6 +25,7 @@ from configs.weight_sync import CPU_TRANSPORTS
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """NAME or OWNER/NAME, as huggingface_hub takes them; which exist only the hub knows."""
+SHARED_NEEDS_SIZE = "needs a size in MiB: what is free on a GPU that processes share changes while they start"
 NO_FOLDER = "no such folder, and no name of the hub, which would be NAME or OWNER/NAME"
 
 
@@ -50,9 +51,8 @@ def teacher_problems(config: Config) -> Iterator[Problem]:
     if share < 1 and teacher.tensor_parallel_size > 1:
         allowed = f"at most 1 with gpu_share={share:g}: each of several needs a GPU of its own"
         yield Problem("teacher.tensor_parallel_size", allowed)
-    if teacher.gpu_memory_utilization > share:
-        allowed = f"at most gpu_share={share:g}: the rest of the GPU belongs to the processes that share it"
-        yield Problem("teacher.gpu_memory_utilization", allowed)
+    if share < 1 and teacher.kv_cache_mb is None:
+        yield Problem("teacher.kv_cache_mb", f"gpu_share={share:g} {SHARED_NEEDS_SIZE}")
 
 
 def _learning_problems(config: Config) -> Iterator[Problem]:
@@ -453,9 +453,8 @@ def sharing_problems(config: Config) -> Iterator[Problem]:
     ):
         if size > 1:
             yield Problem(key, f"at most 1 with {share}: each of several needs a GPU of its own")
-    if rollout.gpu_memory_utilization > config.gpu_share:
-        allowed = f"at most {share}: the rest of the GPU belongs to the processes that share it"
-        yield Problem("rollout.gpu_memory_utilization", allowed)
+    if rollout.kv_cache_mb is None:
+        yield Problem("rollout.kv_cache_mb", f"{share} {SHARED_NEEDS_SIZE}")
     if config.weight_sync.transport is Transport.collective:
         yield Problem("weight_sync.transport", f"with {share}, must be cuda_ipc, shared_memory or filesystem")
 

@@ -49,8 +49,11 @@ def vllm_transport_problems(config: Config) -> Iterator[Problem]:
 def _sharing_problems(config: Config, name: str) -> Iterator[Problem]:
     """Yield what is wrong with the places of trainer and replicas."""
     backend, rollout = config.weight_sync.vllm_backend, config.rollout
-    if backend == "ipc" and config.gpu_share >= 1:
-        yield Problem(KEY, "needs gpu_share below 1: trainer and replica must be on the same GPU", name)
+    if backend == "ipc":
+        most = max(rollout.num_replicas, rollout.autoscale.max_replicas or 0)
+        if config.gpu_share > 1 / (1 + most):
+            allowed = f"needs gpu_share of at most 1/{1 + most}: trainer and replicas must be on the same GPU"
+            yield Problem(KEY, allowed, name)
     elif backend in VLLM_BACKENDS and backend != "ipc" and config.gpu_share < 1:
         allowed = f"must be cuda_ipc, shared_memory, filesystem or {VLLM_PREFIX}ipc"
         yield Problem(KEY, f"with gpu_share={config.gpu_share:g}, {allowed}", name)

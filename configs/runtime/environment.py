@@ -18,7 +18,7 @@ PYTHON_PATH = os.pathsep.join(filter(None, (str(REPO_ROOT), os.environ.get("PYTH
 """PYTHONPATH of a run's processes: this checkout, and what the user's own has, such as the module of a reward."""
 
 
-FORWARDED = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_")
+FORWARDED = ("HF_", "NCCL_", "GLOO_", "TORCH_", "VLLM_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "CUDA_HOME")
 """The beginnings of the names of variables that the processes of a run have from the shell of its command, on whatever
 machine they run."""
 

@@ -43,8 +43,16 @@ CPU_ENV = {
     "NUMBA_NUM_THREADS": "1",  # which drafts n-grams, and sets the number of OpenMP's threads to its own
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-# A process that has only asked whether there is a GPU has initialized the driver: forked from it, no engine finds one.
-GPU_ENV = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+GPU_ENV = {
+    # A process that has only asked whether there is a GPU has initialized the driver: forked from it, no engine finds
+    # one.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # FlashInfer's sampler, which vLLM takes for requests without logprobs, is compiled by the first of them: for
+    # minutes in which the replica answers nothing, or, without nvcc, the engine ends. The other needs no compiler.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+# A start has the deadline rollout.start_timeout_s, which may be later than vLLM's own of 600 s.
+START_ENV = {"VLLM_ENGINE_READY_TIMEOUT_S": "86400"}
 # Saves seconds at the first request with logprobs, where nothing else is compiled.
 EAGER_ENV = {"TORCHDYNAMO_DISABLE": "1"}
 
@@ -203,8 +211,8 @@ def engine_env(spec: EngineSpec) -> dict[str, str]:
     """Return the environment of an actor and of its engine's processes."""
     plugins = plugin_env(spec.transfer_backend)
     if spec.device != "cpu":
-        return ENV | QUIET_NCCL | GPU_ENV | plugins
-    return ENV | CPU_ENV | plugins | (EAGER_ENV if spec.enforce_eager else {})
+        return ENV | START_ENV | QUIET_NCCL | GPU_ENV | plugins
+    return ENV | START_ENV | CPU_ENV | plugins | (EAGER_ENV if spec.enforce_eager else {})
 
 
 def create_replica(  # noqa: PLR0913

@@ -450,7 +450,6 @@ def _load(folder: str, num_bytes: int, setting: Setting) -> Figures:
 SHARED_GPU = (
     "device=cuda",
     "gpu_share=0.5",
-    "rollout.gpu_memory_utilization=0.4",
     "rollout.kv_cache_mb=2048",
     "rollout.dtype=bfloat16",
     "weight_sync.transport=cuda_ipc",

@@ -49,7 +49,7 @@ class OpenReplica(ReplicaActor):
     async def on_worker(self, function: Callable[..., None], *args: Any) -> None:
         """Call function(worker, *args) in the process of each worker."""
         engine: Any = self._replica._engine
-        await engine._llm.on_every_worker(function, *args)
+        await engine._llm.rpc(function, *args)
 
     async def dump(self, folder: str) -> None:
         await self.on_worker(dump_parameters, folder)

@@ -28,10 +28,11 @@ from trainer.worker.routing import Routing, padded
 from trainer.worker.segments import SegmentCache, decode_segment
 from weight_sync.adapter import published_name
 
+GROUPED = torch.ops.aten._grouped_mm.default
 COSTLY = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,
+    GROUPED,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -217,7 +218,8 @@ def keep_less(layer: nn.Module, trainer: TrainerConfig) -> None:
     forward: Any = layer.forward
     options: dict[str, Any] = {}
     if trainer.gradient_checkpointing is GradientCheckpointing.selective:
-        options["context_fn"] = lambda: create_selective_checkpoint_contexts(COSTLY)
+        kept = [product for product in COSTLY if product is not GROUPED or not _adds_to_products(layer)]
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
     if trainer.gradient_checkpointing is not GradientCheckpointing.none:
         forward = partial(checkpoint, forward, use_reentrant=False, **options)
     if trainer.activation_offload:
@@ -225,6 +227,12 @@ def keep_less(layer: nn.Module, trainer: TrainerConfig) -> None:
     if trainer.compile:
         forward = torch.compile(forward)
     layer.forward = forward
+
+
+def _adds_to_products(layer: nn.Module) -> bool:
+    """Return whether experts add a bias in place to what `GROUPED` returns, as transformers does (`has_bias`): torch
+    refuses to keep what is changed afterwards."""
+    return any(vars(module).get("has_bias") for module in layer.modules())
 
 
 def _with_inputs_on_host(forward: Any, *args: Any, **options: Any) -> Any:

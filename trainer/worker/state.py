@@ -204,6 +204,6 @@ def _set_random_state(state: Mapping[str, torch.Tensor]) -> None:
 
 def _random_state() -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # asked of a GPU that this rank does not use, it would take memory of it
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -159,6 +159,9 @@ class TrainWorker:
         # Ray shows an actor only the GPUs that it claimed, and numbers them from 0.
         self._device = torch.device("cuda", 0) if self._device_type == "cuda" else torch.device("cpu")
         if self._device_type == "cuda":
+            if (num_visible := torch.cuda.device_count()) != 1:
+                hint = "unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES on this machine"
+                raise ConfigError(f"rank {rank} sees {num_visible} GPUs, and must see the one that it claimed: {hint}")
             torch.cuda.set_device(self._device)
         timeout_s = self._config.trainer.step_timeout_s  # a rank that waits for a dead one ends with the step
         backend = "nccl" if self._device_type == "cuda" else "gloo"

@@ -1,6 +1,8 @@
 """Train workers in Ray actors, one per FSDP rank."""
 
 import asyncio
+import logging
+import os
 import socket
 import time
 from collections import deque
@@ -33,6 +35,7 @@ from weight_sync.protocol import Manifest, PublishOrder, combine, merge
 if TYPE_CHECKING:
     from trainer.worker.worker import MakeSender, StateCopy, TrainWorker
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M")
 ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -81,12 +84,11 @@ class TrainWorkerActor:
             return own_place(), probe.getsockname()[1]
 
     def call(self, function: "Callable[..., T]", *args: Any) -> T:
-        return carries_errors(function)(self._worker, *args)
+        return carries_errors(_ends_without_device(function))(self._worker, *args)
 
-    @carries_errors
     def copy_state(self) -> "tuple[StateCopy, str]":
         """Return a copy of this rank's state, and the node where Ray keeps it, also when this process has ended."""
-        return self._worker.copied_state(), ray.get_runtime_context().get_node_id()
+        return self.call(lambda worker: worker.copied_state()), ray.get_runtime_context().get_node_id()
 
     @ray.method(concurrency_group="control")
     def hold(self, copy: "StateCopy") -> None:
@@ -436,6 +438,24 @@ async def _answer(call: Any, worker: str) -> Any:
         return await as_raised(call, worker)
     except ActorUnavailableError as error:
         raise TrainWorkerUnreachableError(f"{worker} was out of reach during a call") from error
+
+
+def _ends_without_device(function: Callable[..., T]) -> Callable[..., T]:
+    """End this process where the function loses its GPU or the other ranks to an error of CUDA or of NCCL: nothing that
+    runs here works from then on, and a worker whose process has ended is started again."""
+
+    def call(*args: Any) -> T:
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            import torch
+
+            if not isinstance(error, torch.AcceleratorError | torch.distributed.DistBackendError):
+                raise
+            logger.exception("this process ends, for another to take its place")
+            os._exit(1)
+
+    return call
 
 
 def _sees(folder: Path, metadata: bytes | None) -> bool:

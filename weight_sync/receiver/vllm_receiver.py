@@ -5,6 +5,7 @@ Runs inside vLLM's worker process. Importing it changes what has to be changed o
 
 import contextlib
 import copy
+import logging
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
@@ -37,9 +38,12 @@ if current_platform.is_cpu():
     change_vllm()
 
 
+logger = logging.getLogger(__name__)
 MOE_BACKENDS_THAT_KEEP_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
 """CPU is among them as `change_vllm` has changed it."""
 UNTESTED_NATIVE = "vLLM's own weight transfer is untested with experts and with multi-head latent attention"
+SINKS = "_sinks_source"
+"""The attribute of an attention backend that computes with a copy of a layer's sinks."""
 ABSORBED = {"W_UK_T", "W_UV"}
 """The parameters that vLLM makes of `kv_b_proj` after loading, for the decode of multi-head latent attention. Kernels
 with other ones (AMX, fp8 on ROCm, query replication) keep more than updates write."""
@@ -58,7 +62,7 @@ def absorb(model: torch.nn.Module, dtype: torch.dtype) -> None:
 class WeightReceiver:
     """Stages and swaps. Method names must not clash with those of vLLM's worker, hence the prefix.
 
-    Example, as the engine calls it on every worker:
+    Example, as the engine calls it on every worker, by `receiver_call`:
         receiver_stage(manifest, "replica-0", False)   # begins to receive into the shadow, while the engine generates
         receiver_staged()                              # None until all has come, then its checksum
         receiver_swap(7)                               # while paused: the shadow over the live parameters
@@ -74,6 +78,15 @@ class WeightReceiver:
     """The names of the tensors of the last version: a later one has them too."""
     receiver_stream: torch.cuda.Stream | None = None
     """The same for all versions, because memory that was freed on one stream is not used again on another."""
+
+    def receiver_call(self, method: str, *args: Any) -> tuple[Any, str | None]:
+        """Call a method, and return its result, or the error in place of it. vLLM's executor of several workers reads
+        their answers up to the first failure, and would take the rest for the answers to its next calls."""
+        try:
+            return getattr(self, method)(*args), None
+        except Exception as error:
+            logger.exception("%s failed", method)
+            return None, f"{type(error).__name__}: {error}"
 
     def receiver_open_slots(self) -> int:
         """Open the slots of an engine that serves adapters. Returns the id of the one that its requests have to
@@ -120,6 +133,7 @@ class WeightReceiver:
         with torch.inference_mode():
             staging.place.swap_in()
             staging.place.require_live()
+            self._receiver_refresh_sinks()
         return self._receiver_done(global_steps, checksum)
 
     def receiver_load(self, pickled: bytes, replica: str) -> tuple[int, int]:
@@ -147,6 +161,7 @@ class WeightReceiver:
 
                 with self._receiver_merging(manifest, load_whole) as load:
                     checksums = receive(manifest, worker, load)
+                self._receiver_refresh_sinks()
         return self._receiver_done(manifest.global_steps, combine(checksums))
 
     def _receiver_manifest(self, pickled: bytes) -> Manifest:
@@ -211,6 +226,13 @@ class WeightReceiver:
 
     def _receiver_finish(self, model: torch.nn.Module) -> None:
         absorb(model, self.vllm_config.model_config.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _receiver_refresh_sinks(self) -> None:
+        """Copy attention sinks once more where a backend computes with a copy of them (FlashInfer's, in float32)."""
+        for module in self._receiver_model().modules():
+            implementation: Any = vars(module).get("impl")
+            if getattr(implementation, SINKS, None) is not None:
+                implementation.process_weights_after_loading(self.vllm_config.model_config.dtype)  # pyright: ignore
 
     def _receiver_is_native(self) -> bool:
         """Return whether a backend of vLLM brings the updates."""
@@ -280,6 +302,8 @@ class Staging:
         def stage() -> int:
             if before is not None:
                 wait([before.checksum])
+            if stream is not None:
+                torch.cuda.set_device(stream.device)  # of this thread, which would begin and end on the first GPU
             with torch.inference_mode(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                 with taking(manifest) as load:
                     checksums = receive(manifest, worker, load)

@@ -32,7 +32,7 @@ from weight_sync.transports.sender import RankSender, Rows
 from weight_sync.transports.vllm_calls import END, Calls
 from weight_sync.transports.vllm_outgoing import Changed, Outgoing
 
-M2N, SPARSE = "nccl_m2n", "sparse_nccl"
+IPC, M2N, SPARSE = "ipc", "nccl_m2n", "sparse_nccl"
 RENDEZVOUS = ("rank", "master_address", "master_port", "world_size", "num_trainer_ranks")
 KNOWN = (*RENDEZVOUS, "packed", "packed_buffer_size_bytes")
 """The fields of a backend's init info that this file fills in."""
@@ -195,9 +195,14 @@ class VllmSender(RankSender):
             "world_size": num_workers + (self._num_ranks if "num_trainer_ranks" in names else 1),
             "num_trainer_ranks": self._num_ranks,
             "packed": True,
-            "packed_buffer_size_bytes": self._bucket_bytes,
+            "packed_buffer_size_bytes": self._buffer_bytes(),
         }
         return {name: value for name, value in values.items() if name in names}
+
+    def _buffer_bytes(self) -> int:
+        """Return the size of a buffer. `packed_ipc_producer` takes no tensor that is larger, as embeddings are."""
+        largest = max(entry.nbytes for entry in self._outgoing.entries)
+        return max(self._bucket_bytes, largest) if self._backend == IPC else self._bucket_bytes
 
 
 def _info_class(backend: str) -> Any:

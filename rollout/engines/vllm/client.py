@@ -178,6 +178,14 @@ class GatedLLM(AsyncLLM):
         return time.monotonic() - frozen_at
 
     async def on_every_worker(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the receiver of every worker. Raises RuntimeError with what one of them has raised, when all
+        have answered."""
+        answers = await self.rpc("receiver_call", method, *args)
+        if errors := [error for _, error in answers if error is not None]:
+            raise RuntimeError(errors[0])
+        return [result for result, _ in answers]
+
+    async def rpc(self, method: Any, *args: Any) -> list[Any]:
         """Call collective_rpc, but return the answers of all data-parallel engines instead of the first one's."""
         call = ("collective_rpc", method, None, args, None)
         if self.vllm_config.parallel_config.data_parallel_size == 1:

@@ -55,6 +55,10 @@ ROUTES = "enable_return_routed_experts"
 HAS_ROUTES = find_spec("vllm.distributed.aux_output_connector") is not None
 """True since 0.32. Earlier ones say which experts were chosen in other ways, or not."""
 RECEIVER = "weight_sync.receiver.vllm_receiver.WeightReceiver"
+USAGE = UsageContext.OPENAI_API_SERVER
+"""The use by which vLLM chooses how many tokens a step computes where `max_num_batched_tokens` is not set: as for `vllm
+serve`, 8,192 on an H100. An engine of any other use has 2,048."""
+LEAST_SHARE = 0.05
 logger = logging.getLogger(__name__)
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
 
@@ -313,7 +317,7 @@ def engine_config(spec: EngineSpec, arguments: AsyncEngineArgs) -> VllmConfig:
     Raises:
         ConfigError: it cannot, and has to.
     """
-    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = arguments.create_engine_config(USAGE)
     if spec.replay_routes is False:
         return config
     if not config.model_config.is_moe:
@@ -328,7 +332,7 @@ def engine_config(spec: EngineSpec, arguments: AsyncEngineArgs) -> VllmConfig:
     else:
         try:  # vLLM refuses what it cannot: Model Runner V1, pipelines, shared contexts
             arguments = _engine_args(replace(spec, engine_args=dict(spec.engine_args) | {ROUTES: True}))
-            return arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            return arguments.create_engine_config(USAGE)
         except ValueError as error:
             problem = str(error)
     if spec.replay_routes:
@@ -353,7 +357,7 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         "hf_overrides": {} if longer is None else {"max_position_embeddings": longer},
         "max_num_seqs": spec.max_num_seqs,
         "kv_cache_memory_bytes": spec.kv_cache_bytes,
-        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "gpu_memory_utilization": _memory_share(spec),
         "tensor_parallel_size": spec.tensor_parallel_size,
         "data_parallel_size": spec.data_parallel_size,
         # Left to itself, vLLM sees the actor's placement group, and asks Ray for GPUs that the actor has already.
@@ -379,6 +383,13 @@ def _engine_args(spec: EngineSpec) -> AsyncEngineArgs:
         if spec.adapter.layers is not None and "lora_target_modules" in AsyncEngineArgs.__dataclass_fields__:
             arguments["lora_target_modules"] = list(spec.adapter.layers)  # the others compute nothing for it
     return AsyncEngineArgs(**(arguments | dict(spec.engine_args)))
+
+
+def _memory_share(spec: EngineSpec) -> float:
+    """Return the share of the GPU that must be free when the engine starts. vLLM asks for it also where the size of the
+    KV cache is set, which needs no share, and others may have the rest of the GPU by then."""
+    is_sized = spec.device != "cpu" and spec.kv_cache_bytes is not None
+    return LEAST_SHARE if is_sized else spec.gpu_memory_utilization
 
 
 def _sampling_params(sampling: SamplingParams, num_sampled: int = 0) -> VllmSamplingParams:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from configs.rollout import MOST_KEPT
 from configs.schema import Layout
+from rollout.engines.vllm.engine import HAS_ROUTES
 from rollout.types import Completion, GenerationRequest, TokenSequence
 from tests.support.adapters import distributions_of_spans
 from tests.support.engines import EngineHost, gpu_spec, hosted, prompt, request, tiny_gpu_spec, update
@@ -60,10 +62,12 @@ def test_logprobs_are_those_over_the_tokens_that_were_left(sampling: dict[str, A
         assert np.abs(normalized(truth, completion) - completion.logprobs).mean() < 0.05
 
 
+@pytest.mark.skipif(not HAS_ROUTES, reason="this version of vLLM does not say which experts it chose")
 def test_a_trainer_that_follows_the_experts_is_nearer_to_the_engine(tmp_path: Path) -> None:
     """Across a prefix from the cache and prefills in chunks."""
-    policy = Policy(random_model("qwen3_moe", **SIZES).to(torch.bfloat16), 1.0)
-    policy.causal_lm.save_pretrained(tmp_path / "moe")
+    random_model("qwen3_moe", **SIZES).to(torch.bfloat16).save_pretrained(tmp_path / "moe")
+    # Loaded as ours and the engine load it: `.to` would also round the frequencies of positions.
+    policy = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "moe", dtype=torch.bfloat16).eval(), 1.0)
     arguments = {"skip_tokenizer_init": True, "max_num_batched_tokens": 48, "enable_chunked_prefill": True}
     shared = prompt(0, 64)
     asked = [request((*shared, *prompt(1 + n, 6 + n)), temperature=1.0, max_tokens=64) for n in range(8)]

@@ -137,7 +137,7 @@ def test_a_plan_needs_no_gpu_and_no_data(recipe: str, claims: str, num_warnings:
 )
 def test_a_trainer_and_a_replica_fit_on_one_gpu(gpu_share: float, num_replicas: int, claims: str) -> None:
     """Two replicas of three with 0.4 each are on one GPU, and the third is on another."""
-    shared = [f"gpu_share={gpu_share}", "rollout.gpu_memory_utilization=0.4"]
+    shared = [f"gpu_share={gpu_share}", "rollout.kv_cache_mb=8192", "device=cuda"]
     lines = lines_of_plan("recipe=gsm8k", *shared, "trainer.num_ranks=1", f"rollout.num_replicas={num_replicas}")
     assert f"     claims: {claims}" in lines
     assert any(f"{num_replicas} x vLLM bfloat16 on {gpu_share} GPU(s)" in line for line in lines)

@@ -3,6 +3,7 @@
 The blocks of pairs that are computed come from the ends of subtrees, so that no pair outside of them is looked at.
 """
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -56,7 +57,11 @@ def on(device: str) -> Any:
     if device == "cpu":
         return flex_attention
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    # That is of this thread only, and layers that are computed again run in one of autograd's. Torch 2.11 has no
+    # argument.
+    is_argument = "recompile_limit" in inspect.signature(torch.compile).parameters
+    limit: dict[str, Any] = {"recompile_limit": MOST_SHAPES} if is_argument else {}
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True, **limit)
 
 
 def block_mask(mask: Mask) -> BlockMask:

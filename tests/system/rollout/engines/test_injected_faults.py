@@ -163,6 +163,27 @@ def test_a_tensor_that_a_later_version_lacks(faulty_host: EngineHost) -> None:
     faulty_host.run(main())
 
 
+@pytest.mark.slow
+def test_an_error_of_several_workers_is_the_answer_to_no_later_call(engine_spec: EngineSpec) -> None:
+    """vLLM reads the answers of workers up to the first that failed, and has the others for those of the next call."""
+
+    async def main(host: EngineHost) -> None:
+        weights, replica = random_weights(host.model_path, 7), RolloutReplica("r", host.engine, WeightSyncConfig())
+        await push(replica, publish(weights, version := next(versions)))
+        fewer = {name: tensor for name, tensor in weights.items() if "layers.1.mlp.up_proj" not in name}
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match="lacks tensors of the one before: model.layers.1.mlp.up_proj.weight"
+            ):
+                await push(replica, publish(fewer, next(versions)))
+        assert replica.global_steps == version and not (await replica.status()).torn
+        await push(replica, publish(weights, version := next(versions)))
+        assert replica.global_steps == version
+
+    with hosted(replace(engine_spec, tensor_parallel_size=2)) as host:
+        host.run(main(host))
+
+
 def test_weights_that_were_not_delivered_while_the_version_goes_up(faulty_host: EngineHost) -> None:
     """The swap does nothing. The replica stays frozen, and another update makes it whole."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from ray.exceptions import RayActorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from configs.checkpoint import CheckpointConfig
@@ -140,11 +141,17 @@ def test_what_is_on_disk_is_good_and_the_oldest_is_gone(killed: Scene) -> None:
     assert {path.name for path in found.path.iterdir()} == {"train", "model", "recorder.bin", "COMPLETE.json"}
 
 
-def test_a_rank_that_dies_before_an_update_costs_the_update_nothing(killed: Scene) -> None:
+def lose_gpu(worker: Any) -> None:
+    """Fail as CUDA does after an illegal access: everything later in this process fails too."""
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_rank_that_loses_its_gpu_before_an_update_costs_the_update_nothing(killed: Scene) -> None:
     """Rank 0, which serves the process group's store. The newest checkpoint is of this very step."""
 
     async def scenario() -> Any:
-        os.kill(await killed.pid(0), signal.SIGKILL)
+        with pytest.raises(RayActorError):
+            await killed.group.actors[0].call.remote(lose_gpu)
         return await killed.workers.again_if_lost(lambda: killed.workers.publish(make_order(NUM_STEPS)))
 
     manifest = killed.run(scenario())

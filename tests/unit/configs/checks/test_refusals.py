@@ -77,7 +77,7 @@ weight_sync.pause_mode=wait: must be keep or abort: an update
 trainer.num_ranks=17: at most trainer.prompts_per_step=16
 rollout.kv_cache_mb=None device=cpu: device=cpu needs a size in
 trainer.num_ranks=2 gpu_share=0.5: at most 1 with gpu_share=0.5: each of several
-gpu_share=0.5 => rollout.gpu_memory_utilization=0.85: at most gpu_share=0.5: the rest of the GPU
+rollout.kv_cache_mb=None gpu_share=0.5: gpu_share=0.5 needs a size in MiB
 rollout.tensor_parallel_size=2 gpu_share=0.5: at most 1 with gpu
 rollout.data_parallel_size=2 gpu_share=0.5: at most 1 with gpu_share
 weight_sync.transport=collective gpu_share=0.5: with gpu_share=0.5, must be cuda_ipc, shared_memory or filesystem
@@ -180,8 +180,8 @@ teacher.min_replicas=2 {TAUGHT}: at most teacher.num_replicas=1
 teacher.timeout_s=1200.0 {TAUGHT}: must be less than rollout.group_timeout_s
 teacher.max_num_batched_tokens=63 {TAUGHT}: at least teacher.max_num
 teacher.kv_cache_mb=None {TAUGHT} device=cpu: device=cpu needs
-teacher.tensor_parallel_size=2 {TAUGHT} gpu_share=0.3 teacher.gpu_memory_utilization=0.3: at most 1 with gpu_share=0.3
-teacher.gpu_memory_utilization=0.85 {TAUGHT} gpu_share=0.3: at most gpu_share=0.3
+teacher.tensor_parallel_size=2 {TAUGHT} gpu_share=0.3: at most 1 with gpu_share=0.3
+teacher.kv_cache_mb=None {TAUGHT} gpu_share=0.3: gpu_share=0.3 needs a size in MiB
 """.strip().split("\n")
 """Overrides, the refused key first, and what is said of it; behind "=>", the whole message. "~" is for any words."""
 
@@ -202,7 +202,7 @@ rollout.num_replicas=2 rollout.min_replicas=2
 rollout.num_replicas=2 rollout.autoscale.min_replicas=1 rollout.autoscale.max_replicas=2
 weight_sync.pause_mode=abort
 trainer.num_ranks=16
-gpu_share=0.3 rollout.gpu_memory_utilization=0.3 rollout.num_replicas=2 weight_sync.transport=cuda_ipc
+gpu_share=0.3 rollout.num_replicas=2 weight_sync.transport=cuda_ipc
 model.kind=hf model.path=org/name
 device=cuda rollout.kv_cache_mb=None
 algorithm.loss=os.path:join

@@ -57,7 +57,11 @@ def test_a_name_is_parsed_once() -> None:
         ),
         (
             "weight_sync.transport=vllm:ipc",
-            r"=vllm:ipc: needs gpu_share below 1: trainer and",
+            r"=vllm:ipc: needs gpu_share of at most 1/2: trainer and",
+        ),
+        (
+            "weight_sync.transport=vllm:ipc gpu_share=0.5 rollout.num_replicas=2",
+            r"=vllm:ipc: needs gpu_share of at most 1/3: trainer and",
         ),
         (
             "weight_sync.transport=vllm:nccl gpu_share=0.5",

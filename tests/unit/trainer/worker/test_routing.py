@@ -169,6 +169,20 @@ def test_layers_that_are_computed_again_follow_the_same_routes(checkpointing: Gr
         torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-9, msg=name)
 
 
+def test_products_that_experts_add_a_bias_to_in_place_are_computed_again() -> None:
+    """With `selective` the others are kept, which torch refuses for what is changed afterwards."""
+    gradients = []
+    for kind in (GradientCheckpointing.none, GradientCheckpointing.selective):
+        policy = Policy(random_model("gpt_oss"), 1.0)
+        for layer in decoder_layers(policy.causal_lm):
+            keep_less(layer, TrainerConfig(gradient_checkpointing=kind))
+        changed = hidden(policy, random_ids(), None)
+        (changed * torch.linspace(-1, 1, changed.shape[-1])).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize("layout", [Layout.tree, Layout.packed])
 def test_old_logprobs_follow_the_routes_segment_by_segment(layout: Layout) -> None:
     groups = [replace(group, trajectories=tuple(map(spanning, group.trajectories))) for group in routed_groups()]

@@ -136,7 +136,8 @@ say "    checking the imports"
 if [ "$extra" = gpu ]; then
   .venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)' ||
     failed "the torch in .venv has no CUDA: remove .venv and install again"
-  if command -v nvidia-smi >/dev/null; then # a driver that is older than this CUDA is told of here, not by a run's actors
+  # A driver that is older than this CUDA is told of here, not by a run's actors. The node of a login may have no GPU.
+  if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     .venv/bin/python -c 'import torch; torch.cuda.init()' || failed "torch finds no GPU that it can use"
   fi
 fi

@@ -59,6 +59,7 @@ USAGE = UsageContext.OPENAI_API_SERVER
 """The use by which vLLM chooses how many tokens a step computes where `max_num_batched_tokens` is not set: as for `vllm
 serve`, 8,192 on an H100. An engine of any other use has 2,048."""
 LEAST_SHARE = 0.05
+"""The least that rollout.gpu_memory_utilization may be."""
 logger = logging.getLogger(__name__)
 FIRST_STAGE_WAIT_S, LAST_STAGE_WAIT_S = 0.002, 0.05
 

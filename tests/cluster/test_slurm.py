@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.skipif(bool(slurm.lacks()), reason=slurm.lacks() or "it is here"),
 ]
 SCRIPT = "scripts/deploy/slurm.sh"
+ENDED_S = 10.0
+"""The time in which a script has ended that Slurm has told to: twice KillWait."""
 # Three ranks need more CPUs than one host has.
 SFT = [
     *("sft", "device=cpu", "model=tiny", "sizes=tiny", "trainer.num_ranks=3", "trainer.eval_every=0"),
@@ -59,15 +61,17 @@ class Job:
 
     def wait(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_DEADLINE_S + END_DEADLINE_S
-        failed_since: float | None = None
+        state, since = "", 0.0
         while not what():
-            state = self.cluster.state(self.number)
+            if (now := self.cluster.state(self.number)) != state:
+                state, since = now, time.monotonic()
             # A job that is about to be queued again may have failed for a moment.
-            failed_since = (failed_since or time.monotonic()) if state == "FAILED" else None
-            has_failed = failed_since is not None and time.monotonic() > failed_since + 30
+            has_failed = state == "FAILED" and time.monotonic() > since + 30
             told = f"{self.cluster.call('scontrol', 'show', 'job', self.number)}\n{self.output()}"
             assert time.monotonic() < deadline and not has_failed, told
-            if state == "PENDING":  # Slurm lets a job that was requeued wait for two minutes
+            # Slurm lets a job that was requeued wait for two minutes. What is told meanwhile of the script that ended
+            # would end the new one.
+            if state == "PENDING" and time.monotonic() > since + ENDED_S:
                 with suppress(AssertionError):  # it may have started since
                     self.cluster.call("scontrol", "update", f"jobid={self.number}", "starttime=now")
             time.sleep(0.5)

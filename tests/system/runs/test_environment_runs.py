@@ -1,6 +1,7 @@
 """Runs that train policies in environments of other people's packages, of which some episodes fail."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -8,15 +9,21 @@ from typing import Any
 import pytest
 
 from scripts.observe.audit import audit
-from tests.support.whole_runs import started, steps_of, trained
+from scripts.plan.agent_trial import say_call
+from tests.support.saying_models import write_saying_model
+from tests.support.whole_runs import small, started, steps_of, trained
 
 STEPS = 2
+CONTEXT = 4096
 RUN = [
-    *("model=chat", "device=cpu", "model.warmup_steps=60", f"trainer.total_steps={STEPS}", "trainer.eval_every=0"),
-    *("data.generated=calculator", 'data.prompt_template="{question}"', "data.chat_template=true"),
-    *("data.num_train=200", "data.num_val=4", "trainer.prompts_per_step=2", "rollout.max_num_seqs=16"),
-    *("rollout.max_failed_rewards=1", "rollout.agent_args.max_turns=3", "rollout.agent_args.max_turn_tokens=48"),
+    *("data.chat_template=true", "data.prompt_template='{question}'", "data.num_val=4", "trainer.prompts_per_step=2"),
+    *(f"data.max_prompt_tokens={CONTEXT // 2}", f"rollout.max_response_tokens={CONTEXT // 2}"),
+    *(f"trainer.total_steps={STEPS}", "trainer.eval_every=0", "rollout.max_failed_rewards=1"),
+    *("rollout.agent_args.max_turns=3", "rollout.agent_args.max_turn_tokens=48"),
 ]
+COMMANDS = ("go north", "go east", "take key", "unlock door")
+CALLS = [say_call("calculator", {"expression": expression}) for expression in ("6 * 9", "6 * 19", "60 * 90")]
+"""The server ends at the last one."""
 HOUSE = """
 from itertools import count
 
@@ -72,29 +79,25 @@ def with_a_server(folder: Path) -> list[str]:
     command = f"rollout.agent_args.server.command=[{sys.executable},{folder}/my_server.py]"
     loop = "rollout.agent_loop=rollout.environments.mcp:agent_loop"
     patient = "rollout.agent_args.step_timeout_s=300"  # a server takes seconds to start, eight on two cores longer
-    return [loop, command, patient, "rollout.reward=tests.support.rewards:length_parity", "algorithm.group_size=4"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both runs begin with the same model."""
-    return tmp_path_factory.mktemp("cache")
+    return [loop, command, patient, "algorithm.group_size=4"]  # each episode has a server of its own
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("environment", "metrics", "error"),
+    ("environment", "texts", "metrics", "error"),
     [
-        (in_the_house, {"terminated", "truncated", "invalid_actions"}, "OSError: the roof has come down"),
-        (with_a_server, {"tool_calls", "tool_errors"}, "ConnectionError: the MCP server"),
+        (in_the_house, COMMANDS, {"terminated", "truncated", "invalid_actions"}, "OSError: the roof has come down"),
+        (with_a_server, ["It is done.", *CALLS], {"tool_calls", "tool_errors"}, "ConnectionError: the MCP server"),
     ],
+    ids=["in the house", "with a server"],
 )
 def test_an_environment_is_trained_in_and_one_that_fails_is_no_reward_of_0(
-    environment: Any, metrics: set[str], error: str, tmp_path: Path, cache: Path
+    environment: Any, texts: Sequence[str], metrics: set[str], error: str, tmp_path: Path
 ) -> None:
-    overrides = [*environment(tmp_path), f"model.cache_dir={cache}"]
-    with started(tmp_path, *RUN, *overrides, PYTHONPATH=str(tmp_path)) as run:
+    """The policy says one of some texts in each turn, by chance."""
+    model = write_saying_model(tmp_path / "model", texts, CONTEXT)
+    with started(tmp_path, *small(model), *RUN, *environment(tmp_path), PYTHONPATH=str(tmp_path)) as run:
         assert run.wait_for_end(800) == 0, run.output.read_text()
         assert audit(run.run_dir).findings == ()
         steps = trained(run)

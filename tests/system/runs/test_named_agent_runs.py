@@ -49,8 +49,8 @@ CASES: Mapping[str, Case] = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("claude_code", "codex"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("opencode", "mini_swe_agent")),
+        "claude_code",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("codex", "opencode", "mini_swe_agent")),
     ],
 )
 def test_an_agent_is_trained_on_what_was_sampled(name: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ SMALL = [
     "trainer.total_steps=2",
     "trainer.prompts_per_step=4",
     "rollout.max_num_seqs=32",
+    "rollout.num_agent_workers=2",
 ]
 
 

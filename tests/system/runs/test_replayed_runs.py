@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts.observe.audit import audit
 from scripts.observe.run import Run, named_runs
 from tests.support.paths import ROOT
 from tests.support.whole_runs import SIZES, START_DEADLINE_S, started, steps_of
@@ -19,6 +20,7 @@ from trainer.tracking.sinks import read_metrics
 STEPS, NUM_KILLS = 60, 5
 """Enough steps that a quick machine is not done before the last kill. Checkpoints are of even steps: what came after
 one is taken again."""
+SOURCES = ("arithmetic", "agent", "search")
 
 
 def replay(run_dir: Path, *words: str) -> tuple[Any, str]:
@@ -67,17 +69,27 @@ def test_a_run_that_was_killed_five_times_is_taken_again_to_the_bit(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_mixture_one_source_of_which_has_a_curriculum_is_taken_again_to_the_bit(tmp_path: Path) -> None:
+    """Each source is a third of what is trained, and is evaluated by itself."""
     overrides = [
         *("model=chat", "recipe=mixture", *SIZES, "model.warmup_steps=60", f"model.cache_dir={tmp_path}/cache"),
         *("data.sources.arithmetic.data.curriculum.order=frontier", "data.sources.search.loss_coef=0.5"),
-        *("trainer.total_steps=4", "trainer.eval_every=0", "checkpoint.every=2"),
+        *("trainer.total_steps=4", "checkpoint.every=2"),
     ]
     with started(tmp_path, *overrides) as run:
         assert run.wait_for_end(2 * START_DEADLINE_S) == 0, run.output.read_text()
-    steps = steps_of(tmp_path / "run", "critic/rewards/mean")
-    assert all(steps[-1][f"sources/{source}/trained_groups"] > 0 for source in ("arithmetic", "agent", "search"))
+    assert audit(run.run_dir).findings == ()
+    evaluations = steps_of(run.run_dir, "eval/accuracy")
+    assert [record["step"] for record in evaluations] == [0, 4]
+    assert all(f"val/{source}/avg@1" in evaluations[0] for source in SOURCES)
+    steps = steps_of(run.run_dir, "critic/rewards/mean")
+    for number, record in enumerate(steps, 1):
+        due = number * sum(record[f"sources/{source}/groups"] for source in SOURCES) / len(SOURCES)
+        for source in SOURCES:
+            assert abs(record[f"sources/{source}/trained_groups"] - due) < 1
+            assert record[f"sources/{source}/staleness_max"] <= 2
+    assert steps[-1]["agent/searches"] > 0 and steps[-1]["agent/turns"] > 1
     assert "sources/arithmetic/curriculum/pass_rate" in steps[-1]
-    outcome, told = replay(tmp_path / "run")
+    outcome, told = replay(run.run_dir)
     assert (outcome["steps"], outcome["equal"], outcome["equality_expected"]) == (4, 4, True), told
 
 

@@ -29,7 +29,9 @@ IN_FLOAT32 = 1e-5
 @pytest.mark.parametrize(
     ("overrides", "difference"),
     [
-        pytest.param(["rollout.max_staleness=0"], "actor/rollout_logprob_diff_max", id="on policy"),
+        pytest.param(
+            ["rollout.max_staleness=0"], "actor/rollout_logprob_diff_max", id="on policy", marks=pytest.mark.nightly
+        ),
         pytest.param(
             [
                 *("rollout.max_staleness=2", "algorithm.proximal=exact", "weight_sync.pause_mode=abort"),

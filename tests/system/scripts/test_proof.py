@@ -17,7 +17,7 @@ STEPS = 6
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("num_changes", [200, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_changes", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_a_run_is_proved_and_any_single_change_of_it_is_found(
     num_changes: int, tmp_path: Path, tiny_model: Path
 ) -> None:

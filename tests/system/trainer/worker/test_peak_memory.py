@@ -36,7 +36,7 @@ def saved(folder: Path, **sizes: Any) -> Path:
         (MANY_WEIGHTS, {"num_ranks": 2, "tokens_per_micro_batch": 256, "unsharded_gradients_mb": 10}),
         pytest.param(MANY_TOKENS, {"num_ranks": 1}, marks=pytest.mark.nightly),
         (MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "selective"}),
-        (MANY_TOKENS, {"num_ranks": 1, "gradient_checkpointing": "full"}),
+        pytest.param(MANY_TOKENS, {"num_ranks": 1, "gradient_checkpointing": "full"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_takes_what_the_plan_says(sizes: dict[str, Any], keys: dict[str, Any], tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ TRANSPORTS = {
 }
 
 
-@pytest.fixture(scope="module", params=LoraServing)
+@pytest.fixture(
+    scope="module", params=[LoraServing.adapter, pytest.param(LoraServing.merged, marks=pytest.mark.nightly)]
+)
 def scene(
     request: pytest.FixtureRequest, ray_cluster: None, engine_spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LoraServing, Scene]]:

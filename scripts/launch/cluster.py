@@ -35,6 +35,8 @@ from scripts.launch.process_logs import write_output_to
 from weight_sync import background
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's new default, without the warning
+NVIDIA_SMI_S = 30.0
+"""A driver that loads first takes seconds."""
 LOOK_S = 0.5
 """The time after which a command looks again whether Ray has come up."""
 LOCAL_ENV = {"RAY_enable_metrics_collection": "0", "RAY_task_events_report_interval_ms": "0"}
@@ -292,8 +294,21 @@ def _set_up(log: Path, variables: Mapping[str, str], network_interface: str | No
 
 
 def has_gpu() -> bool:
-    """Return whether nvidia-smi lists a GPU on this machine."""
+    """Return whether nvidia-smi lists a GPU on this machine. Raises ConfigError as `nvidia_smi` does."""
+    return "GPU" in nvidia_smi("-L")
+
+
+def nvidia_smi(*options: str) -> str:
+    """Return what nvidia-smi prints, and nothing where it is not installed or fails. Raises ConfigError where it does
+    not answer, as beside a GPU that hangs: a run must not take such a machine for one without GPUs."""
     if shutil.which("nvidia-smi") is None:
-        return False
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    return listed.returncode == 0 and "GPU" in listed.stdout
+        return ""
+    command = ["nvidia-smi", *options]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"device: {' '.join(command)} has not answered for {NVIDIA_SMI_S:g} s; a GPU or its driver may hang. "
+            "device=cpu runs without"
+        ) from None
+    return done.stdout if done.returncode == 0 else ""

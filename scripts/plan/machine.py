@@ -1,7 +1,6 @@
 """The memory that this machine has, and what of a run does not fit into it."""
 
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from configs.schema import Config
+from scripts.launch.cluster import nvidia_smi
 from scripts.plan.memory import (
     Memory,
     Part,
@@ -46,13 +46,10 @@ def this_machine(config: Config) -> Machine:
 
 
 def smallest_gpu() -> float | None:
-    """Memory of the smallest GPU that nvidia-smi lists."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    sizes = [line.strip() for line in listed.stdout.splitlines()]
-    if listed.returncode or not sizes or not all(size.isdecimal() for size in sizes):
+    """Return the memory of the smallest GPU that nvidia-smi lists."""
+    listed = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    sizes = [line.strip() for line in listed.splitlines()]
+    if not sizes or not all(size.isdecimal() for size in sizes):
         return None
     return min(map(float, sizes)) * 2**20
 

@@ -1,12 +1,16 @@
 """The device and the cluster of a run: device=auto is checked as what it becomes."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from configs.schema import Config, Transport
 from configs.trainer import AttentionKind
 from configs.validate import ConfigError
 from scripts.launch import cluster
-from scripts.launch.cluster import resolve_device
+from scripts.launch.cluster import has_gpu, resolve_device
+from scripts.plan.machine import smallest_gpu
 from tests.support.compose import changed, resolve
 
 
@@ -28,6 +32,29 @@ def test_device_auto_is_refused_as_the_device_that_it_becomes(
     assert resolve_device(Config()) == "cpu"
     monkeypatch.setattr(cluster, "has_gpu", lambda: True)
     assert resolve_device(config) == "cuda"
+
+
+@pytest.mark.parametrize(("says", "gpus"), [("GPU 0: NVIDIA H100", True), ("No devices were found; exit 6", False)])
+def test_a_machine_has_the_gpus_that_nvidia_smi_lists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, gpus: bool
+) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, f"echo {says}")
+    assert has_gpu() is gpus
+
+
+def test_a_gpu_that_hangs_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(cluster, "NVIDIA_SMI_S", 0.2)
+    with pytest.raises(ConfigError, match=r"device: nvidia-smi -L has not answered for 0.2 s; a GPU or its driver"):
+        resolve_device(Config())
+    with pytest.raises(ConfigError, match="has not answered"):
+        smallest_gpu()
+
+
+def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (program := folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
 @pytest.mark.parametrize(

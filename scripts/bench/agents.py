@@ -102,10 +102,13 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=3, parts=PARTS)
     parser.add_argument("--groups", type=int, default=256, help="groups of a simulated run")
     options = parser.parse_args()
+    simulated = Job(num_groups=options.groups)
+    if (at_once := simulated.max_inflight // simulated.group_size) >= simulated.num_groups:
+        parser.error(f"--groups {options.groups}: must be more than {at_once}, which begin at once")
     run_parts(
         options,
         {
-            "simulated": lambda: measure_simulated(Job(num_groups=options.groups)),
+            "simulated": lambda: measure_simulated(simulated),
             "vllm": lambda: measure_vllm(Job(num_groups=64, mean_tool_s=0.5), options.repeats),
             "slow_env": lambda: measure_slow_env(Job(num_groups=128, seats=SLOW_SEATS)),
         },

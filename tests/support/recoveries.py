@@ -30,11 +30,13 @@ class Group:
     gate: asyncio.Event | None = None
     """The event that starting again waits for, if there is one."""
     errors_end_with_start: bool = False
+    errors_pass: bool = False
+    """Whether each error is raised once only."""
 
     def _happen(self, event: str) -> None:
         self.events.append(event)
         if event in self.errors:
-            raise self.errors[event]
+            raise self.errors.pop(event) if self.errors_pass else self.errors[event]
         if event in self.deaths:
             self.deaths.remove(event)
             self.lost = "train worker 1 died"

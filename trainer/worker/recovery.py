@@ -79,6 +79,9 @@ class RecoveringWorkers:
         self._resumed: Checkpoint | None = None
         self._has_saved = False
         self._restarts = 0
+        self._is_whole = True
+        """False from the beginning of a restart until it has ended well. Ranks that hold the first policy, or a part of
+        what is to be loaded, answer like any others."""
         self._recovering = asyncio.Lock()
         self._memory_every = config.checkpoint.memory_every
         self._memory: _Origin | None = None
@@ -187,12 +190,16 @@ class RecoveringWorkers:
 
     async def _until_back(self) -> None:
         async with self._recovering:
-            pass
+            if not self._is_whole:
+                raise TrainWorkersLostError("the train workers have not come back from their last start")
 
     async def _recover(self, error: Exception) -> None:
-        """Restart the workers. Raise `error` if none is lost, TrainWorkersLostError if they cannot restart."""
+        """Restart the workers, again where that fails. Raise `error` if none is lost, TrainWorkersLostError if they
+        cannot restart."""
         while True:
             lost = _unknown(error) or await self._group.find_lost()
+            if lost is None and not self._is_whole:
+                lost = f"the train workers could not start again ({type(error).__name__}: {error})"
             if lost is None:
                 raise error
             if not self._keeps_batches:
@@ -203,8 +210,11 @@ class RecoveringWorkers:
                 raise TrainWorkersLostError(reason) from error
             self._restarts += 1
             self._tell(f"{lost}: the train workers start again ({self._restarts} of at most {self._max_restarts})")
+            self._is_whole = False
             try:
-                return await self._restart()
+                await self._restart()
+                self._is_whole = True
+                return
             except TrainWorkersLostError:
                 raise
             except Exception as again:

@@ -183,6 +183,32 @@ async def test_a_death_while_they_start_again_is_the_next_restart(tmp_path: Path
     assert scene.workers.gauges() == {"trainer/restarts": 2}
 
 
+@pytest.mark.parametrize("passes", [True, False])
+@within_deadline
+async def test_a_start_that_fails_while_all_live_is_the_next_restart_and_no_first_policy_is_trained_on(
+    tmp_path: Path, passes: bool
+) -> None:
+    """A disk that fails for a moment: the ranks hold the first policy then, and answer."""
+    stale = OSError(116, "Stale file handle")
+    scene = Scene(tmp_path, Group(deaths=["stage"], errors={"load step_000002": stale}))
+    await scene.train(0, 1)
+    scene.group.deaths = []
+    await scene.save(2)
+    scene.group.deaths, scene.group.errors_pass = ["stage"], passes
+    await scene.train(2, 3)
+    staging = scene.workers.stage_checkpoint(tmp_path / "aside")
+    if passes:
+        await staging
+        assert scene.reports[1].startswith("the train workers could not start again (OSError: [Errno 116] Stale fi")
+        await scene.train(4)
+        assert scene.group.weights == ["b0", "b1", "b2", "b3", "b4"]
+        return
+    with pytest.raises(TrainWorkersLostError, match="could not start again .*Stale file handle.*are used up"):
+        await staging
+    with pytest.raises(TrainWorkersLostError, match="have not come back"):  # whoever has heard of it
+        await scene.train(4)
+
+
 @within_deadline
 async def test_a_save_that_commits_while_they_train_again_takes_no_batch_from_them(tmp_path: Path) -> None:
     """It was waiting for the lock that the restart holds while it looks for a checkpoint."""

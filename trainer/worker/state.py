@@ -76,6 +76,11 @@ class StateWriter:
         self._writing: Future[Any] | None = None
         self._group: Any = None
 
+    def refuse_while_writing(self) -> None:
+        """Raise RuntimeError while the previous checkpoint is still being written."""
+        if self._writing is not None and not self._writing.done():
+            raise RuntimeError("the checkpoint before is still being written")
+
     def stage(
         self, folder: Path, trained: Mapping[str, Trained], global_steps: int, drivers_machine: Any = None
     ) -> None:
@@ -87,8 +92,7 @@ class StateWriter:
         Raises:
             RuntimeError: the previous checkpoint is still being written.
         """
-        if self._writing is not None and not self._writing.done():
-            raise RuntimeError("the checkpoint before is still being written")
+        self.refuse_while_writing()
         # Messages of the thread must not mix with those of training; a group in which a save failed cannot be reused.
         self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         state = {"global_steps": global_steps, "rng": {str(dist.get_rank()): _random_state()}, **trained}

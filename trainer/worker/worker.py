@@ -446,6 +446,10 @@ class TrainWorker:
         """Make a running `send` fail. May run concurrently with it."""
         self._sender.stop(manifest)
 
+    def refuse_while_writing(self) -> None:
+        """Raise RuntimeError while this rank still writes the checkpoint before."""
+        self._writer.refuse_while_writing()
+
     def stage_checkpoint(self, folder: Path, drivers_machine: Any = None) -> None:
         """Copy the training state into host memory and begin to write it. All ranks must call.
 

@@ -295,7 +295,8 @@ class TrainWorkerGroup:
         seen = await self._on_all(lambda worker: _sees(folder, metadata))
         if not all(seen) and self._drivers_machine is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            machine: Any = ray.remote(num_cpus=0)(DriversMachine)
+            # It holds nothing: where its process dies, one save fails, and the next has another process.
+            machine: Any = ray.remote(num_cpus=0, max_restarts=-1)(DriversMachine)
             self._drivers_machine = machine.options(scheduling_strategy=here).remote()
         return [None if sees else self._drivers_machine for sees in seen]
 
@@ -313,6 +314,8 @@ class TrainWorkerGroup:
         async with within(self._checkpoint_timeout_s, "checkpoint.timeout_s", "staging the checkpoint"):
             try:
                 disks = await self._disks(folder)
+                # All first: those that begin would wait for one that refuses, in a group of their own.
+                await self._on_all(lambda worker: worker.refuse_while_writing())
                 await self._on_each(lambda worker, disk: worker.stage_checkpoint(folder, disk), disks)
             except RuntimeError as error:
                 raise CheckpointError(f"the train workers cannot stage: {_reason(error)}") from error

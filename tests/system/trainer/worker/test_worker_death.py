@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.support.reference import double, random_groups
 from tests.support.train_workers import make_train_workers
 from trainer.batch import StepBatch
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.store import CheckpointError, CheckpointStore
 from trainer.metrics import to_floats
 from trainer.worker.recovery import RecoveringWorkers
 from trainer.worker.worker_group import TrainWorkerGroup
@@ -158,6 +159,27 @@ def test_a_rank_that_loses_its_gpu_before_an_update_costs_the_update_nothing(kil
     assert manifest.global_steps == NUM_STEPS
     assert_weights_are_the_twins(killed, killed.run(killed.rows()))
     assert killed.reports[-1].endswith(": from step_000006, with 0 step(s) trained again")
+
+
+def seem_to_write(worker: Any) -> None:
+    worker._writer._writing = Future()
+
+
+def seem_to_have_written(worker: Any) -> None:
+    worker._writer._writing = None
+
+
+def test_a_checkpoint_that_one_rank_refuses_keeps_no_other_rank(killed: Scene, tmp_path: Path) -> None:
+    """Its disk is slower than the deadline of the checkpoint before."""
+
+    async def scenario() -> None:
+        await killed.group.actors[1].call.remote(seem_to_write)
+        with pytest.raises(CheckpointError, match="the checkpoint before is still being written"):
+            await killed.workers.stage_checkpoint(tmp_path)
+        await killed.group.origin()
+        await killed.group.actors[1].call.remote(seem_to_have_written)
+
+    killed.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_a_rank_that_stands_still_is_started_again_at_the_deadline(

@@ -288,7 +288,7 @@ class TrainLoop:
         is_last = self._is_to_end and parts.done < self.config.trainer.total_steps  # read once: a signal sets it
         if is_last or self.checkpointer.is_due(parts.done):
             with parts.part(StepPart.checkpoint):
-                await self.checkpointer.stage(parts.done)
+                await self.checkpointer.stage(parts.done, is_last=is_last)
             self.has_ended_early = is_last
 
     def _tell_batch(self, done: int, groups: Sequence[TrajectoryGroup]) -> None:

@@ -34,8 +34,8 @@ class Head:
             head.save = checkpointer.save_next
     """
 
-    save: Callable[[], Awaitable[object]] | None = None
-    """Saves the run as soon as it can, once the head is silent."""
+    save: Callable[[], Awaitable[bool]] | None = None
+    """Saves the run as soon as it can, once the head is silent. Returns whether that went well."""
     is_lost: bool = False
     """True when the run ends because of it: a question to Ray's service would get no answer any more."""
 
@@ -69,18 +69,21 @@ async def _watch(head: Head, address: str, reconnect_s: float) -> None:
                 saving = asyncio.ensure_future(head.save())
             if silent_s >= END_AFTER * reconnect_s:
                 head.is_lost = True
-                raise HeadLostError(_lost(address, silent_s, None if saving is None else saving.done()))
+                raise HeadLostError(_lost(address, silent_s, saving))
             await asyncio.sleep(LOOK_S)
     finally:
         if saving is not None:
             saving.cancel()
 
 
-def _lost(address: str, silent_s: float, was_saved: bool | None) -> str:
-    """Return the message. `was_saved`: None where there is nothing to save."""
+def _lost(address: str, silent_s: float, saving: asyncio.Future[bool] | None) -> str:
+    """Return the message. `saving`: None where there is nothing to save."""
     text = f"the head of the Ray cluster ({address}) has not answered for {silent_s:.0f} s"
-    if was_saved is not None:
-        text += ": a checkpoint was saved meanwhile" if was_saved else ", in which no step ended to be saved"
+    if saving is not None and not saving.done():
+        text += ", in which no step ended to be saved"
+    elif saving is not None:
+        was_saved = saving.exception() is None and saving.result()
+        text += ": a checkpoint was saved meanwhile" if was_saved else ", and a checkpoint could not be saved meanwhile"
     return f"{text} ({RECONNECT} in the driver's environment sets how long Ray waits for it)"
 
 

@@ -31,6 +31,8 @@ class _Save:
     started: float
     wanted: asyncio.Event
     """Set when the save has ended, well or not."""
+    is_last: bool
+    """True when no step follows."""
     aside: Path | None = None
     error: Exception | None = None
     """The reason why it failed."""
@@ -89,13 +91,18 @@ class Checkpointer:
         is_last = every > 0 and global_steps == self.total_steps
         return is_last or is_first_update_after(every, global_steps, self.update_interval)
 
-    async def save_next(self) -> None:
-        """Save the next version that can be saved, whatever is due. Return when that has ended, well or not."""
+    async def save_next(self) -> bool:
+        """Save the next version that can be saved, whatever is due. Return, when that has ended, whether it went
+        well."""
         self._wanted = self._wanted or asyncio.Event()
         await self._wanted.wait()
+        return self._unsaved is None
 
-    async def stage(self, global_steps: int) -> None:
+    async def stage(self, global_steps: int, *, is_last: bool = False) -> None:
         """Take the snapshots and copy the train workers' state. First wait for the previous save.
+
+        Args:
+            is_last: whether the run ends with this step, before its last one.
 
         Raises the errors of snapshots, and those of the previous save that are not SAVE_ERRORS.
         """
@@ -104,7 +111,7 @@ class Checkpointer:
         started = time.perf_counter()
         wanted, self._wanted = self._wanted or asyncio.Event(), None
         files = {snapshot_file(name): await take() for name, take in self.snapshots.items()}
-        save = _Save(global_steps, files, started, wanted)
+        save = _Save(global_steps, files, started, wanted, is_last or global_steps == self.total_steps)
         if await self._copied(save):
             self._staged = save
 
@@ -116,8 +123,8 @@ class Checkpointer:
             save.aside = await self._in_thread(self.store.begin, save.global_steps)
             await self.workers.stage_checkpoint(save.aside / TRAIN_FOLDER)
         except SAVE_ERRORS as error:
-            save.wanted.set()
             await self._failed(save, error)
+            save.wanted.set()
             return False
         save.files |= {f"{MODEL_FOLDER}/{name}": data for name, data in self._model_files.items()}
         self.emit(CheckpointStaged(global_steps=save.global_steps))
@@ -168,7 +175,7 @@ class Checkpointer:
         """Try again to save the last step, if that failed: the train workers still hold it. Raises CheckpointError when
         checkpoint.timeout_s is over."""
         ends = time.monotonic() + self.config.timeout_s
-        while (save := self._unsaved) is not None and save.global_steps == self.total_steps:
+        while (save := self._unsaved) is not None and save.is_last:
             if time.monotonic() >= ends:
                 limit = f"checkpoint.timeout_s={self.config.timeout_s:g}"
                 text = f"the weights of step {save.global_steps}, the last one, could not be saved within {limit}"
@@ -185,11 +192,11 @@ class Checkpointer:
             async with self.store.busy:  # a restart of train workers must not load what is being replaced
                 checkpoint = await self._in_thread(self.store.publish, save.aside, save.global_steps, marker)
                 self.workers.forget_before(save.global_steps)
+            self._unsaved = None
         except SAVE_ERRORS as error:
             return await self._failed(save, error)
         finally:
             save.wanted.set()
-        self._unsaved = None
         self._last = {
             "checkpoint/seconds": time.perf_counter() - save.started,
             "checkpoint/megabytes": checkpoint.nbytes / 1e6,
@@ -221,7 +228,7 @@ class Checkpointer:
         self._failures += 1
         self.emit(CheckpointFailed(global_steps=save.global_steps, error=f"{type(error).__name__}: {error}"))
         then = "training goes on"
-        if save.global_steps == self.total_steps:
+        if save.is_last:
             then = f"it is tried again for checkpoint.timeout_s={self.config.timeout_s:g}"
         if not is_again:
             self.report(f"the checkpoint of step {save.global_steps} failed: {error}; {then}")

@@ -27,20 +27,22 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("saves", "told"),
     [
-        (True, "40 s: a checkpoint was saved meanwhile"),
-        (False, "40 s, in which no step ended to be saved"),
+        ("well", "40 s: a checkpoint was saved meanwhile"),
+        ("badly", "40 s, and a checkpoint could not be saved meanwhile"),
+        ("never", "40 s, in which no step ended to be saved"),
         (None, r"40 s \(RAY_gcs_rpc_server_reconnect_timeout_s"),
     ],
 )
 async def test_a_head_that_stays_silent_ends_the_run_when_it_has_had_time_to_save(
-    silence: list[tuple[float, float]], saves: bool | None, told: str
+    silence: list[tuple[float, float]], saves: str | None, told: str
 ) -> None:
     silence.append((100, 1000))
     asked: list[float] = []
 
-    async def save() -> None:
+    async def save() -> bool:
         asked.append(now())
-        await asyncio.sleep(5 if saves else 1e6)
+        await asyncio.sleep(1e6 if saves == "never" else 5)
+        return saves == "well"
 
     with pytest.RaisesGroup(pytest.RaisesExc(HeadLostError, match=f"10.77.0.1:6379.* {told}")):
         async with watched("10.77.0.1:6379") as its:
@@ -58,8 +60,9 @@ async def test_a_head_that_comes_back_ends_nothing(silence: list[tuple[float, fl
     silence += [(100, 130), (200, 230)]
     asked: list[float] = []
 
-    async def save() -> None:
+    async def save() -> bool:
         asked.append(now())
+        return True
 
     async with watched("10.77.0.1:6379") as its:
         its.save = save

@@ -311,6 +311,30 @@ async def test_the_last_step_is_saved_as_soon_as_it_can_be(
 
 
 @within_deadline
+async def test_a_step_with_which_a_run_ends_early_is_saved_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has asked for it in the meantime is told that it has failed."""
+    scene = Scene(tmp_path)
+    scene.workers.errors["stage w20"] = OSError(28, "No space left on device")
+    scene.workers.weights = "w20"
+
+    async def make_room(seconds: float) -> None:
+        scene.workers.errors.clear()
+
+    async with scene.checkpointer:
+        asked = asyncio.create_task(scene.checkpointer.save_next())
+        await settle()
+        await scene.checkpointer.stage(20, is_last=True)
+        assert await asked is False
+        scene.checkpointer.commit({"recorder": b"counts"})
+        monkeypatch.setattr(checkpointer.asyncio, "sleep", make_room)
+    assert scene.names() == ["step_000020"]
+    (report,) = scene.reports
+    assert report.endswith("No space left on device; it is tried again for checkpoint.timeout_s=1800")
+
+
+@within_deadline
 async def test_a_run_whose_last_step_cannot_be_saved_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer, "AGAIN_S", 0.01)
     scene = Scene(tmp_path, config=CheckpointConfig(every=10, timeout_s=0.2))

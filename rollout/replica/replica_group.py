@@ -31,6 +31,7 @@ from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
 from rollout.sampled_tokens import new_record
 from rollout.types import FloatArray, GenerationRequest, IntArray
+from weight_sync import background
 from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
@@ -203,8 +204,8 @@ class ReplicaHandle:
         if self._processes:
             actor, *engine = self._processes
             kill_processes([*engine, actor] if is_stopped(actor) else engine)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if (group := self._group) is not None:  # which waits where the cluster's head does not answer
+            background.start("reservation", lambda: remove_placement_group(group))
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:

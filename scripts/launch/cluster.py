@@ -128,11 +128,11 @@ async def cluster(config: Config, device: str) -> AsyncIterator[Head]:
         if config.ray.address is None:
             await _connected(connect, config.ray.start_timeout_s)
             _refuse_too_small(config, device)
-            async with _lives(_raylets()):
+            async with _lives(own_raylet()):
                 yield Head()
         else:
             await _joined(config.ray.address, connect, config.ray.start_timeout_s)
-            async with watched(ray.get_runtime_context().gcs_address) as head:
+            async with _lives(own_raylet()), watched(ray.get_runtime_context().gcs_address) as head:
                 yield head
     finally:
         manifest_ref.cache_clear()
@@ -164,13 +164,15 @@ class RayDiedError(RuntimeError):
     """The process of Ray that runs everything on this machine has ended."""
 
 
-def _raylets() -> list[psutil.Process]:
-    """Return the raylets that this process has started."""
+def own_raylet() -> list[psutil.Process]:
+    """Return the raylet that this process is connected to; none where it cannot be seen from here."""
+    own = ray.get_runtime_context().get_node_id()
+    (socket_name,) = (node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
     raylets: list[psutil.Process] = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if child.name() == "raylet":
-                raylets.append(child)
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile, or is another user's
+            if process.name() == "raylet" and f"--raylet_socket_name={socket_name}" in process.cmdline():
+                raylets.append(process)
     return raylets
 
 

@@ -7,7 +7,7 @@ replica that it is for, or with the run.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -101,6 +101,9 @@ class Placement:
         """The reservations of the teacher's replicas that the run begins with."""
         self._reserved: list[tuple[PlacementGroup, Resources]] = []
         """The reservations of all replicas until now, the teacher's too. Ray knows which of them have ended."""
+        self._asked: list[tuple[str, Resources]] = []
+        """The node that was chosen for each reservation that Ray has not made yet."""
+        self._choosing = asyncio.Lock()
 
     async def reserve(self) -> None:
         """Make the first reservations. In a cluster that runs already, nodes may still join.
@@ -132,8 +135,29 @@ class Placement:
     async def reserve_replica(self) -> PlacementGroup:
         """Wait without a deadline until there is room, maybe because a node joins. Spreads replicas, unless weights
         travel within one machine: then on that of the train workers."""
-        home = next(iter(node_ids(self.trainer)), None) if self._is_on_one_machine and self.trainer else None
-        return await self._reserve_bundle(self._replica, home)
+        if not self._is_on_one_machine or self.trainer is None:
+            return await self._reserve_bundle(self._replica, None)
+        while True:
+            home = await self._home(self.trainer)
+            reserving = asyncio.ensure_future(self._reserve_bundle(self._replica, home))
+            is_home = False
+            try:
+                while await self._home(self.trainer) == home:  # its machine may go, which never comes back by this name
+                    if (await asyncio.wait([reserving], timeout=LOOK_S))[0]:
+                        is_home = True
+                        return reserving.result()
+            finally:
+                if not is_home:
+                    reserving.cancel()
+                    await asyncio.wait([reserving])
+                    if not reserving.cancelled() and reserving.exception() is None:
+                        remove_placement_group(reserving.result())
+
+    async def _home(self, trainer: PlacementGroup) -> str:
+        """Return the node of the train workers, once Ray has found them one."""
+        while not (found := await asyncio.to_thread(node_ids, trainer)):
+            await asyncio.sleep(LOOK_S)
+        return found[0]
 
     async def reserve_teacher(self) -> PlacementGroup:
         """Wait as `reserve_replica` does. No weights travel to a teacher, so it may be on any machine."""
@@ -142,15 +166,21 @@ class Placement:
     async def _reserve_bundle(self, bundle: Resources, home: str | None) -> PlacementGroup:
         # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
         # which Ray follows while that node has room.
-        target = None if home else choose_node(self._nodes(), bundle)
+        async with self._choosing:
+            target = None if home else choose_node(await asyncio.to_thread(self._nodes), bundle)
+            asked = (target or "", bundle)
+            self._asked.append(asked)
         only = [{"ray.io/node-id": home} if home else {}]
         bundles = [dict(bundle)]
-        group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target, bundle_label_selector=only)
         try:
-            await group.ready()
-        except BaseException:
-            remove_placement_group(group)
-            raise
+            group = placement_group(bundles, "STRICT_PACK", _soft_target_node_id=target, bundle_label_selector=only)
+            try:
+                await group.ready()
+            except BaseException:
+                remove_placement_group(group)
+                raise
+        finally:
+            self._asked.remove(asked)
         self._reserved.append((group, bundle))
         return group
 
@@ -169,12 +199,11 @@ class Placement:
         await self.trainer.ready()
 
     async def _reserve_replicas(self) -> None:
-        for _ in range(self._config.rollout.num_replicas):
-            self.replicas.append(await self.reserve_replica())
+        # All at once: an autoscaler then knows how many machines to bring.
+        self.replicas += await _all(self.reserve_replica, self._config.rollout.num_replicas)
 
     async def _reserve_teachers(self) -> None:
-        for _ in range(self._num_teachers):
-            self.teachers.append(await self.reserve_teacher())
+        self.teachers += await _all(self.reserve_teacher, self._num_teachers)
 
     async def _wait_for_agents(self) -> None:
         """Wait until the cluster has the CPUs of the agent workers, for which nothing is reserved, too."""
@@ -191,6 +220,9 @@ class Placement:
             for node_id in node_ids(group):
                 held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
                 num_replicas[node_id] += group != self.trainer
+        for node_id, bundle in self._asked:
+            held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
+            num_replicas[node_id] += 1
         return [
             Node(
                 node_id=node_id,
@@ -250,6 +282,12 @@ def node_ids(group: PlacementGroup) -> list[str]:
     table = placement_group_table(group)
     nodes = {} if table["state"] == "REMOVED" else table["bundles_to_node_id"]
     return [nodes[index] for index in sorted(nodes) if nodes[index]]
+
+
+async def _all(reserve: Callable[[], Awaitable[PlacementGroup]], count: int) -> list[PlacementGroup]:
+    async with asyncio.TaskGroup() as tasks:
+        reserving = [tasks.create_task(reserve()) for _ in range(count)]
+    return [task.result() for task in reserving]
 
 
 def _bundle(num_gpus: float) -> Resources:

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from configs.runtime.deadline import within
 from configs.schema import Config
@@ -84,7 +84,13 @@ class ReplicaStarter:
             self.report(FleetEvent(FleetEventKind.STARTING, name, f"{name} {text}"))
 
         async def create() -> ReplicaHandle:
-            return self._create(name, await self.reserve())
+            group = await self.reserve()
+            try:
+                return self._create(name, group)
+            except BaseException:  # a folder that takes no record, for example
+                if group is not None:
+                    remove_placement_group(group)
+                raise
 
         replica = await placed(create, ReplicaHandle.placed, ReplicaHandle.kill, tell)
         try:

@@ -4,18 +4,19 @@ import asyncio
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from configs.schema import Config, RayConfig, RolloutConfig, TrainerConfig, Transport, WeightSyncConfig
 from configs.validate import ConfigError
 from rollout.replica.replica_group import create_replica
-from scripts.launch.cluster import without_trainer
+from scripts.launch.cluster import own_raylet, without_trainer
 from scripts.launch.placement import Placement, node_ids
-from tests.support.actors import SPEC, SimulatedActor, no_redirect
+from tests.support.actors import SPEC, NoAgents, SimulatedActor, make_starter, no_redirect
 from tests.support.compose import changed
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,20 @@ def test_without_room_a_run_ends_before_it_starts_and_holds_nothing() -> None:
         time.sleep(0.1)
 
 
+def test_all_replicas_are_asked_for_at_once() -> None:
+    """So that an autoscaler knows of all. Three have room."""
+
+    async def scenario() -> None:
+        reserving = asyncio.create_task(Placement(config(0, 5, tensor_parallel_size=4), "cuda").reserve())
+        await asyncio.sleep(1)
+        states = [group["state"] for group in placement_group_table().values()]
+        assert (states.count("CREATED"), states.count("PENDING")) == (3, 2)
+        with pytest.raises(ConfigError, match="found no room within"):
+            await reserving
+
+    asyncio.run(scenario())
+
+
 def test_a_replica_runs_where_it_was_reserved_and_gives_it_back() -> None:
     spec = replace(SPEC, device="cuda", tensor_parallel_size=2)
     alone = without_trainer(config(num_ranks=1, num_replicas=1, tensor_parallel_size=2))
@@ -99,7 +114,54 @@ def test_a_replica_runs_where_it_was_reserved_and_gives_it_back() -> None:
         await replica.placed()
         assert [replica.place and replica.place.node_id] == node_ids(placement.replicas[0])
         replica.kill()
-        assert placement_group_table(placement.replicas[0])["state"] == "REMOVED"
+        until_removed(placement.replicas[0])
         assert node_ids(placement.replicas[0]) == []
+
+    asyncio.run(scenario())
+
+
+def until_removed(group: PlacementGroup) -> None:
+    ends = time.monotonic() + 20
+    while placement_group_table(group)["state"] != "REMOVED":
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def test_a_replica_that_cannot_be_created_gives_back_what_was_reserved_for_it(tmp_path: Path) -> None:
+    (no_folder := tmp_path / "run").write_text("")
+    reserved: list[PlacementGroup] = []
+
+    async def reserve() -> PlacementGroup:
+        reserved.append(await Placement(config(num_ranks=0, num_replicas=1), "cuda").reserve_replica())
+        return reserved[0]
+
+    starter = replace(make_starter(Config(), no_redirect, NoAgents(), [], reserve), recorded_in=no_folder)
+    with pytest.raises(OSError, match="Not a directory|File exists"):
+        asyncio.run(starter.start("replica-7"))
+    until_removed(reserved[0])
+
+
+def test_a_run_watches_the_raylet_that_it_is_connected_to(nodes: Cluster) -> None:
+    (raylet,) = own_raylet()
+    assert nodes.head_node is not None and raylet.pid == nodes.head_node.all_processes["raylet"][0].process.pid
+
+
+def test_a_replica_that_must_be_beside_the_train_workers_follows_them_to_another_node(nodes: Cluster) -> None:
+    """Their node has no room for it, and then goes."""
+    shared = changed(config(num_ranks=2, num_replicas=2), weight_sync__transport=Transport.shared_memory)
+
+    async def scenario() -> None:
+        placement = Placement(shared, "cuda")
+        await placement.reserve()
+        assert placement.trainer is not None
+        reserving = asyncio.create_task(placement.reserve_replica())
+        (home,) = set(node_ids(placement.trainer))
+        await asyncio.sleep(1)
+        assert not reserving.done()
+        (leaving,) = (node for node in nodes.list_all_nodes() if node.node_id == home)
+        await asyncio.to_thread(nodes.remove_node, leaving)
+        group = await asyncio.wait_for(reserving, 90)
+        assert node_ids(group) == node_ids(placement.trainer)[:1] != [home]
+        placement.remove()
 
     asyncio.run(scenario())

@@ -26,6 +26,8 @@ from configs.runtime.environment import PYTHON_PATH
 logger = logging.getLogger(__name__)
 A = TypeVar("A")
 T = TypeVar("T")
+AGAIN_S = 30.0
+"""The time after which a replacement that failed is tried again."""
 PLACEMENTS = 3
 """The number of times that an actor which joins a running run is placed: Ray may choose a dead node until it knows that
 it is dead."""
@@ -217,8 +219,13 @@ class Rotation(Generic[A]):
             task.add_done_callback(self._replacing.discard)
 
     async def _bring_another(self, lost: A) -> None:
-        try:
-            self._serving.append(await self._replace(lost))
-        except Exception as error:
-            logger.warning("an agent worker is not replaced", exc_info=error)
-            self._error = error
+        """Replace the worker; where that fails, again after a while, as long as others serve meanwhile."""
+        while True:
+            try:
+                return self._serving.append(await self._replace(lost))
+            except Exception as error:
+                logger.warning("an agent worker is not replaced", exc_info=error)
+                self._error = error
+            if not self._serving:
+                return
+            await asyncio.sleep(AGAIN_S)

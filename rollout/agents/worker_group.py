@@ -270,6 +270,8 @@ class AgentWorkerGroup:
         self._events = events
         self._telling: dict[_Worker, asyncio.Task[None]] = {}
         options: dict[str, Any] = {"num_cpus": CPUS_PER_WORKER, "max_concurrency": 8192}
+        # By default Ray fills one machine, which then runs the rewards, tools and sandboxes of all.
+        options["scheduling_strategy"] = "SPREAD"
         options["runtime_env"] = {"env_vars": ENV}
         self._create = partial(
             ray.remote(**options)(AgentWorkerActor).remote,

@@ -12,7 +12,7 @@ import pytest
 from rollout.events.kinds import FleetEvent
 from scripts.observe.events import EventReader
 from tests.support.bed import SHARED, Bed, Host, bed, name_of
-from tests.support.ray_hosts import START_DEADLINE_S, left_behind, places, start_ray, training
+from tests.support.ray_hosts import START_DEADLINE_S, hosts_of_agent_workers, left_behind, places, start_ray, training
 from tests.support.whole_runs import (
     Run,
     check_tokens,
@@ -125,6 +125,7 @@ def test_a_run_over_three_hosts_goes_on_through_delay_loss_partitions_and_a_host
         assert {host.name: left_behind(host) for host in made.hosts} == {host.name: [] for host in made.hosts}
         where = places(run.run_dir)
         assert len({where["trainer-0"], where[replica]}) == 2
+        assert hosts_of_agent_workers(run.run_dir) == {host.name for host in made.hosts}
         check_training(run, TOTAL_STEPS)
         check_tokens(run.run_dir)
         check_times(run, started)

@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from rollout.actors.carried import check
-from rollout.actors.supervisor import NoWorkerLeftError, Rotation, Silence, Supervisor, UnwellError
+from rollout.actors.supervisor import AGAIN_S, NoWorkerLeftError, Rotation, Silence, Supervisor, UnwellError
 from tests.support.fakes import now, settle
 
 SILENT = "answered nothing for rollout.agent_worker_timeout_s=40 seconds"
@@ -123,12 +123,12 @@ class Starts:
 
     def __init__(self, fails: bool = False):
         self.lost: list[str] = []
-        self._fails = fails
+        self.fails = fails
 
     async def replace(self, lost: str) -> str:
         self.lost.append(lost)
         await asyncio.sleep(5)
-        if self._fails:
+        if self.fails:
             raise OSError(f"no room for another {lost}")
         return lost + "'"
 
@@ -154,6 +154,17 @@ async def test_the_only_one_may_be_lost_again_and_again() -> None:
     assert await rotation.next() == "a" + 20 * "'" and now() == 100
 
 
+async def test_one_that_cannot_be_replaced_is_tried_again_while_others_serve() -> None:
+    starts = Starts(fails=True)
+    rotation = Rotation("ab", starts.replace)
+    rotation.lose("a")
+    await asyncio.sleep(2 * AGAIN_S)
+    assert rotation.serving == ["b"]
+    starts.fails = False
+    await asyncio.sleep(AGAIN_S)
+    assert sorted(rotation.serving) == ["a'", "b"]
+
+
 async def test_one_that_cannot_be_replaced_is_missed_only_when_it_is_the_last() -> None:
     rotation = Rotation("ab", Starts(fails=True).replace)
     rotation.lose("a")
@@ -164,7 +175,7 @@ async def test_one_that_cannot_be_replaced_is_missed_only_when_it_is_the_last() 
     await settle()
     assert not any(task.done() for task in waiting)
     for task in waiting:
-        with pytest.raises(NoWorkerLeftError, match="no agent worker is left: no room for another b"):
+        with pytest.raises(NoWorkerLeftError, match="no agent worker is left: no room for another [ab]"):
             await task
     with pytest.raises(NoWorkerLeftError):
         await rotation.next()

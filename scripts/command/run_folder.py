@@ -47,11 +47,21 @@ class Holder:
     started: float
     """The start time of the process, in seconds since the epoch: another process may get its id later."""
     since: str
+    slurm_job: str = ""
+    """The Slurm job that it is of, and below how often that was queued again."""
+    slurm_restarts: int = 0
 
     @classmethod
     def this_process(cls) -> Self:
-        started, since = psutil.Process().create_time(), time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(host=socket.gethostname(), boot_id=_boot_id(), pid=os.getpid(), started=started, since=since)
+        return cls(
+            host=socket.gethostname(),
+            boot_id=_boot_id(),
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            since=time.strftime("%Y-%m-%d %H:%M:%S"),
+            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+            slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        )
 
     @property
     def is_here(self) -> bool:
@@ -59,9 +69,11 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """True where the process is known to have ended. Nothing is known of a process on another host."""
+        """True where the process is known to have ended. On another host that is one of an earlier start of this Slurm
+        job, all of whose processes Slurm has ended."""
         if not self.is_here:
-            return False
+            this = Holder.this_process()
+            return self.slurm_job == this.slurm_job != "" and self.slurm_restarts < this.slurm_restarts
         try:
             process = psutil.Process(self.pid)
             age_differs = abs(process.create_time() - self.started) > CLOCK_STEP_S
@@ -114,8 +126,8 @@ def read_holder(run_dir: Path) -> Holder | None:
 
 
 def _may_live(holder: Holder, has_flock: bool, run_dir: Path) -> bool:
-    if has_flock:
-        return not (holder.is_here or _reaches_every_host(run_dir))
+    if has_flock and (holder.is_here or _reaches_every_host(run_dir)):
+        return False
     return not holder.has_ended
 
 

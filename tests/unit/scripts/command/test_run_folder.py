@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -126,6 +126,21 @@ def test_on_file_systems_whose_locks_may_end_at_a_host_the_text_of_another_host_
             pass
     left_by(tmp_path)
     with locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "is_refused"), [("4711", 2, False), ("4711", 3, True), ("4712", 0, True), ("", 0, True)]
+)
+def test_a_slurm_job_that_was_queued_again_goes_on_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, restarts: int, is_refused: bool
+) -> None:
+    """Of another job, or beside this one, nothing is known."""
+    monkeypatch.setattr(run_folder.psutil, "disk_partitions", lambda all: [Mount("beegfs", "rw")])
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    left_by(tmp_path, host="node-7", slurm_job=job, slurm_restarts=restarts)
+    with pytest.raises(ConfigError, match="on node-7") if is_refused else nullcontext(), locked(tmp_path):
         pass
 
 

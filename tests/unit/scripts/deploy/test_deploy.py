@@ -3,9 +3,12 @@
 import json
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +176,23 @@ def test_before_the_head_stops_the_run_is_told_and_waited_for(job: dict[str, Any
     )
     lock = tmp_path / "driver.lock"
     hook = [program, option, script.replace("/shared/runs/slipstream/driver.lock", str(lock))]
-    driver = f"trap ': >{lock}; exit' USR1; echo ready; while :; do sleep 0.1; done"
-    with subprocess.Popen(["bash", "-c", driver], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        lock.write_text(json.dumps({"host": "a", "pid": process.pid, "started": 1.5, "since": "2026"}))
-        started = time.monotonic()
-        run(hook)
-        assert process.wait(30) == 0 and time.monotonic() - started < 60
-    assert subprocess.run(hook, timeout=60, check=False, stderr=subprocess.DEVNULL).returncode != 0, "no run, no wait"
+    for ends_by in (f": >{lock}", "kill -9 $$"):  # in order, and killed with its name in the lock
+        driver = f"trap '{ends_by}; exit' USR1; echo ready; while :; do sleep 0.1; done"
+        with subprocess.Popen(["bash", "-c", driver], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            holder = {"boot_id": "", "pid": process.pid, "started": 1.5, "since": "2026"}
+            lock.write_text(json.dumps({"host": "another-pod", **holder}))
+            run(hook)
+            assert process.poll() is None, "the process with this id is not the run"
+            lock.write_text(json.dumps({"host": socket.gethostname(), **holder}))
+            started = time.monotonic()
+            with ThreadPoolExecutor() as pool:  # a process that nobody waits for seems to be there
+                hooked = pool.submit(run, hook)
+                assert process.wait(30) == (0 if "lock" in ends_by else -signal.SIGKILL)
+                hooked.result(30)
+            assert time.monotonic() - started < 60
+    lock.write_text("")
+    run(hook)  # no run, no wait
 
 
 # -- ssh ---------------------------------------------------------------------------------------------------------------

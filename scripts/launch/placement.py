@@ -220,7 +220,7 @@ class Placement:
             for node_id in node_ids(group):
                 held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
                 num_replicas[node_id] += group != self.trainer
-        for node_id, bundle in self._asked:
+        for node_id, bundle in [*self._asked]:
             held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
             num_replicas[node_id] += 1
         return [

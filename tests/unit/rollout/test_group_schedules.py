@@ -703,8 +703,8 @@ EVENTS = (
     "first",
     [
         *range(0, 2 * SEEDS, SEEDS),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in range(2 * SEEDS, 1000, SEEDS)),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1000, 5000, SEEDS)),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(2 * SEEDS, 500, SEEDS)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(500, 5000, SEEDS)),
     ],
 )
 def test_whatever_happens_in_whatever_order_a_run_is_whole_or_says_that_too_few_replicas_are_left(first: int) -> None:

@@ -35,7 +35,7 @@ def saved(folder: Path, **sizes: Any) -> Path:
         pytest.param(MANY_WEIGHTS, {"num_ranks": 1, "tokens_per_micro_batch": 256}, marks=pytest.mark.nightly),
         (MANY_WEIGHTS, {"num_ranks": 2, "tokens_per_micro_batch": 256, "unsharded_gradients_mb": 10}),
         pytest.param(MANY_TOKENS, {"num_ranks": 1}, marks=pytest.mark.nightly),
-        (MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "selective"}),
+        pytest.param(MANY_TOKENS, {"num_ranks": 2, "gradient_checkpointing": "selective"}, marks=pytest.mark.nightly),
         pytest.param(MANY_TOKENS, {"num_ranks": 1, "gradient_checkpointing": "full"}, marks=pytest.mark.nightly),
     ],
 )

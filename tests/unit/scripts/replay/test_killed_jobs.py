@@ -15,7 +15,7 @@ ORDERS = [(0, "uniform"), (2, "uniform"), (0, "frontier"), (2, "retry")]
 
 @pytest.mark.parametrize(
     ("max_staleness", "order", "kills"),
-    [(0, "frontier", 8), (2, "uniform", 8), *(pytest.param(*order, 50, marks=pytest.mark.slow) for order in ORDERS)],
+    [(0, "frontier", 8), (2, "uniform", 8), *(pytest.param(*order, 25, marks=pytest.mark.slow) for order in ORDERS)],
 )
 def test_a_kill_at_any_moment_leaves_the_chain_of_a_job_that_was_never_killed(
     tmp_path: Path, max_staleness: int, order: str, kills: int

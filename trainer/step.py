@@ -11,8 +11,8 @@ import numpy as np
 
 from configs.schema import Config
 from configs.validate import ConfigError
-from rollout.types import FloatArray, TrajectoryGroup
-from trainer.advantages.credit import Credit, assign_credit, needs_scores, no_credit, trainable
+from rollout.types import BoolArray, FloatArray, TrajectoryGroup
+from trainer.advantages.credit import Credit, assign_credit, is_credited, needs_scores, no_credit, trainable
 from trainer.batch import StepBatch, StepResult, assemble_for
 from trainer.mini_batches import mini_batched
 from trainer.old_logprobs import MixedBatch, OldLogprobs, mixed_batch, old_metrics
@@ -37,14 +37,17 @@ class AssembledStep:
     credit: Credit
     broken: str | None = None
     """The trajectories with a rollout logprob that is not finite."""
+    is_credited: BoolArray | None = None
+    """[T] bool, of the loss tokens of all groups: those of `credit`, whose trajectories take part in the loss."""
 
     def sampled(self, result: StepResult) -> TrainedTokens | None:
-        """Return the training signals of the tokens that the policy sampled. The demonstrations follow the groups'
+        """[T] Return the training signals of all loss tokens of the groups. The demonstrations follow the groups'
         tokens, and are not part of the records."""
         if result.tokens is None:
             return None
         tokens = result.tokens.first(len(self.credit.tokens.targets))
-        return replace(tokens, old_logprobs=self.credit.tokens.old_logprobs)
+        tokens = replace(tokens, old_logprobs=self.credit.tokens.old_logprobs)
+        return tokens if self.is_credited is None else tokens.spread(self.is_credited)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class StepAssembler:
 
         Args:
             early: with algorithm.proximal=exact, what is known already of the tokens of `groups`.
-            recorded: with algorithm.proximal=exact, the `old_logprobs` of the credited tokens, if they are known.
+            recorded: with algorithm.proximal=exact, the `old_logprobs` of all loss tokens, if they are known.
         """
         if (broken := broken_rollouts(groups)) is not None:
             return AssembledStep(batch=None, credit=no_credit(groups), broken=broken)
@@ -93,10 +96,13 @@ class StepAssembler:
             with part(StepPart.score):
                 scores = await self.score(assemble_for(self.config.trainer, groups, tokens, keep_idle=True))
         with part(StepPart.assemble):
+            credited = is_credited(groups, tokens, algorithm.mask_truncated)
             tokens = tokens if early is None else early.signals(tokens)
             credit = assign_credit(groups, tokens, scores, self.config, global_steps)
             trained = trainable(groups, algorithm.mask_truncated)
         if algorithm.needs_old_versions and recorded is not None:
+            if len(recorded) == len(credited):  # earlier versions recorded those of credited tokens only
+                recorded = recorded[credited]
             credit = replace(credit, tokens=replace(credit.tokens, old_logprobs=recorded))
         elif algorithm.needs_old_versions:
             credit = await self._scored_by_own_versions(trained, credit, early, global_steps, part)
@@ -105,7 +111,8 @@ class StepAssembler:
             if self.demonstrations is not None:
                 learned = self.demonstrations.batch(global_steps, self.config.sft.per_step)
                 trained, tokens = beside(trained, tokens, learned)
-            return AssembledStep(batch=mini_batched(trained, tokens, self.config, global_steps), credit=credit)
+            batch = mini_batched(trained, tokens, self.config, global_steps)
+            return AssembledStep(batch=batch, credit=credit, is_credited=credited)
 
     async def _scored_by_own_versions(
         self,

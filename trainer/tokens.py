@@ -127,6 +127,19 @@ class TrainedTokens:
         """Return the first tokens."""
         return replace(self, **{name: array[:num_tokens] for name, array in self.arrays().items()})
 
+    def at(self, places: BoolArray) -> Self:
+        """Return the tokens at the places."""
+        return replace(self, **{name: array[places] for name, array in self.arrays().items()})
+
+    def spread(self, places: BoolArray) -> Self:
+        """Return as many tokens as places, of which these are at `places` and none of the others was computed."""
+        whole = self.none(len(places)).arrays()
+        if self.old_logprobs is not None:
+            whole["old_logprobs"] = np.full(len(places), np.nan, np.float32)
+        for name, array in self.arrays().items():
+            whole[name][places] = array
+        return replace(self, **whole)
+
     @classmethod
     def none(cls, num_tokens: int) -> Self:
         """Return tokens of which none was computed."""

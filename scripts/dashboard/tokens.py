@@ -157,9 +157,9 @@ def _sequence(arrays: Mapping[str, Any], number: int) -> Tokens:
         return np.concatenate([np.full(num_prompt, missing, array.dtype), array])
 
     def spread(name: str, missing: float) -> Any:
-        """Spread an array of the loss tokens over [L]. Files of older versions lack some."""
+        """Spread an array of the loss tokens over [L]. Files of older versions lack some arrays, or some tokens."""
         spread_out = np.full(len(is_trained), missing, np.float32)
-        if name in arrays:
+        if name in arrays and len(arrays[name]) == mask.sum():
             spread_out[is_trained] = arrays[name][trained]
         return spread_out
 

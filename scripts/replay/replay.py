@@ -47,6 +47,9 @@ class StepCheck:
         advantages = logprobs = None
         difference = math.nan
         if tokens is not None and recorded.advantages is not None and recorded.logprobs is not None:
+            credited = taken.assembled.is_credited
+            if credited is not None and len(recorded.advantages) < len(credited):  # as earlier versions recorded
+                tokens = tokens.at(credited)
             advantages = _same_bits(tokens.advantages, recorded.advantages)
             logprobs = _same_bits(tokens.logprobs, recorded.logprobs)
             difference = _largest_difference(tokens.logprobs, recorded.logprobs)

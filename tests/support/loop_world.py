@@ -203,7 +203,7 @@ class World:
     def is_due(self, global_steps: int) -> bool:
         return global_steps in self.due
 
-    async def stage(self, global_steps: int) -> None:
+    async def stage(self, global_steps: int, *, is_last: bool) -> None:
         await self.happen(f"stage {global_steps}")
 
     def commit(self, files: dict[str, bytes]) -> None:

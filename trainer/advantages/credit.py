@@ -67,6 +67,13 @@ def is_trainable(trajectory: Trajectory, mask_truncated: bool) -> bool:
     return trajectory.is_scored and not (mask_truncated and trajectory.finish_reason == "length")
 
 
+def is_credited(groups: Sequence[TrajectoryGroup], tokens: TokenSignals, mask_truncated: bool) -> BoolArray:
+    """[T] bool: the token is of a trajectory that takes part in the loss."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    takes_part = np.array([is_trainable(trajectory, mask_truncated) for trajectory in trajectories], np.bool_)
+    return takes_part[tokens.trajectories]
+
+
 def trainable(groups: Sequence[TrajectoryGroup], mask_truncated: bool) -> list[TrajectoryGroup]:
     """Return copies of the groups in which trajectories that are not trainable have an empty loss mask."""
 
@@ -94,8 +101,7 @@ def assign_credit(
     kl = scores["kl"] if algorithm.kl_reward_coef else np.zeros_like(tokens.advantages)
     penalties = (algorithm.kl_reward_coef * kl).astype(np.float32)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    is_trained = np.array([is_trainable(trajectory, algorithm.mask_truncated) for trajectory in trajectories], np.bool_)
-    trained = np.flatnonzero(is_trained[tokens.trajectories])
+    trained = np.flatnonzero(is_credited(groups, tokens, algorithm.mask_truncated))
     if algorithm.needs_critic:
         rewards = token_rewards(trajectories, _rewards(groups)) - penalties
         credit = _by_critic(groups, tokens.take(trained), rewards[trained], algorithm)

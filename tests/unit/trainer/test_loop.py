@@ -127,6 +127,21 @@ def test_stale_tokens_are_scored_before_they_are_trained_and_the_scores_are_reco
     assert plain.recorded_tokens[2] is not None and plain.recorded_tokens[2].old_logprobs is None
 
 
+def test_what_is_recorded_of_a_token_is_its_own_where_others_take_no_part() -> None:
+    """The first of four trajectories was cut off, and the loss leaves it out."""
+    algorithm = AlgorithmConfig(mask_truncated=True, proximal=Proximal.exact)
+    world = run(World(finish_reasons=["length", "stop", "stop", "stop"]), total_steps=2, algorithm=algorithm)
+    whole = run(World(), total_steps=2)
+    for step, batch in enumerate(world.batches, start=1):
+        tokens, all_tokens = world.recorded_tokens[step], whole.recorded_tokens[step]
+        assert tokens is not None and tokens.old_logprobs is not None and all_tokens is not None
+        assert len(tokens.logprobs) == len(all_tokens.logprobs) == whole.batches[step - 1].num_tokens
+        is_left_out = np.isnan(tokens.logprobs) & (tokens.advantages == 0)
+        assert is_left_out.sum() == whole.batches[step - 1].num_tokens - batch.num_tokens > 0
+        assert is_left_out[0] and not is_left_out[-1], "those of the first trajectory"
+        assert (np.isnan(tokens.old_logprobs) == is_left_out).all() or step == 1, "the first has no stale token"
+
+
 def test_groups_that_wait_for_their_batch_are_scored_meanwhile() -> None:
     """The batch of step 1 comes when the groups that are there have been scored."""
     world = World(ready_before={1: "old_logprobs"})

@@ -56,7 +56,7 @@ class Workers:
     def is_due(self, global_steps: int) -> bool:
         return global_steps in self.due
 
-    async def stage(self, global_steps: int) -> None:
+    async def stage(self, global_steps: int, *, is_last: bool) -> None:
         self.events.append(f"stage {global_steps}")
 
     def commit(self, files: dict[str, bytes]) -> None:

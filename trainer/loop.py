@@ -18,7 +18,7 @@ from rollout.types import FloatArray, TrainBatch, TrajectoryGroup
 from trainer.advantages.credit import Credit
 from trainer.batch import StepBatch, StepResult
 from trainer.batch_check import BatchCheck
-from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after
+from trainer.checkpoint.checkpointer import Checkpointer, is_first_update_after, newest_update_after
 from trainer.metrics import timed, to_floats
 from trainer.old_logprobs import EarlyScores, MixedBatch, OldLogprobs
 from trainer.ports import Evaluate, GroupSource, ReplicaCheck, WeightUpdater
@@ -159,20 +159,20 @@ class TrainLoop:
         if self.manager is not None and self.config.algorithm.needs_old_versions:
             self._early = EarlyScores(self.config)
 
-    async def run(self, first_step: int = 0, *, is_evaluated: bool = True) -> None:
+    async def run(self, first_step: int = 0) -> None:
         """Take the steps first_step .. total_steps - 1. The replicas must serve version `first_step` already.
 
-        Args:
-            is_evaluated: False if version `first_step` still lacks the evaluation that is due, after a resume.
+        After a resume, that version is evaluated first if an evaluation that was due has not ended before.
         """
         self._started = time.perf_counter()
+        due = newest_update_after(self.config.trainer.eval_every, first_step, self.config.weight_sync.interval)
         async with asyncio.TaskGroup() as tasks:  # waits for the last step and evaluation; an error of theirs ends it
-            if not is_evaluated:
-                await self._evaluate_if_due(first_step, tasks)
+            if self.recorder.newest_evaluated < due:
+                await self._begin_evaluation(first_step, tasks)
             for global_steps in range(first_step, self.config.trainer.total_steps):
                 await self._step(global_steps, tasks)
                 if self.has_ended_early:
-                    if self._evaluating is not None:  # a run that goes on from the checkpoint begins it again
+                    if self._evaluating is not None:  # a run that goes on from the checkpoint begins another
                         self._evaluating.cancel()
                     return
 
@@ -324,7 +324,8 @@ class TrainLoop:
         self.recorder.record_step(step.done, metrics, step.groups, step.advantages, step.tokens, evidence)
         if self.checkpointer.is_due(step.done) or self.has_ended_early:
             self.checkpointer.commit({self.snapshot: self.recorder.state()})
-        await self._evaluate_if_due(step.done, tasks)
+        if is_first_update_after(self.config.trainer.eval_every, step.done, self.config.weight_sync.interval):
+            await self._begin_evaluation(step.done, tasks)
 
     async def _score(self, batch: StepBatch) -> dict[str, FloatArray]:
         """Score a batch while nothing is published: an update that wants the weights waits here, not in its
@@ -357,15 +358,13 @@ class TrainLoop:
         if count > allowed:
             raise SkippedStepsError(f"{count} steps were skipped, trainer.max_skipped_steps={allowed}; {sentence}")
 
-    async def _evaluate_if_due(self, done: int, tasks: asyncio.TaskGroup) -> None:
-        """Start the evaluation of version `done` if it is due; the caller evaluates the first and the last version.
+    async def _begin_evaluation(self, done: int, tasks: asyncio.TaskGroup) -> None:
+        """Start the evaluation of version `done`; the caller evaluates the first and the last version.
 
         An evaluation that is due while another still runs is skipped and counted: if it started later, it would
         evaluate another version. In a supervised run it has ended when this returns.
         """
-        trainer = self.config.trainer
-        is_due = is_first_update_after(trainer.eval_every, done, self.config.weight_sync.interval)
-        if self.evaluate is None or self.has_ended_early or not (is_due and 0 < done < trainer.total_steps):
+        if self.evaluate is None or self.has_ended_early or not 0 < done < self.config.trainer.total_steps:
             return
         if self.manager is None:
             await self._evaluate(self.evaluate)

@@ -195,6 +195,7 @@ class Rotation(Generic[A]):
         self._serving = deque(workers)
         self._replace = replace
         self._replacing: set[asyncio.Task[None]] = set()
+        self._num_starting = 0
         self._error: Exception | None = None
 
     async def next(self) -> A:
@@ -219,13 +220,16 @@ class Rotation(Generic[A]):
             task.add_done_callback(self._replacing.discard)
 
     async def _bring_another(self, lost: A) -> None:
-        """Replace the worker; where that fails, again after a while, as long as others serve meanwhile."""
+        """Replace the worker; where that fails, again after a while, as long as others serve or start meanwhile."""
         while True:
+            self._num_starting += 1
             try:
                 return self._serving.append(await self._replace(lost))
             except Exception as error:
                 logger.warning("an agent worker is not replaced", exc_info=error)
                 self._error = error
-            if not self._serving:
+            finally:
+                self._num_starting -= 1
+            if not self._serving and not self._num_starting:
                 return
             await asyncio.sleep(AGAIN_S)

@@ -158,7 +158,11 @@ def is_replayable(config: Config) -> bool:
     return config.sessions.replayable or not is_harness(config)
 
 
-def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: GenerateGroup) -> GenerateGroup:
+def resume_from(
+    partials: Mapping[InGroup, PartialCompletion],
+    generate: GenerateGroup,
+    answered: Collection[InGroup] = frozenset(),
+) -> GenerateGroup:
     """Return `generate` for a later attempt: requests that are complete are answered at once, others continue from the
     tokens they have. A request with another prompt than before begins anew, and so does one that was aborted: mostly a
     harness had given it up, which may now wait for the answer.
@@ -166,6 +170,9 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
     The turns of an episode may come in another order than before, as those of sub-agents that run side by side: a
     request takes what was sampled for its prompt, its own turn's if that is there. What one turn has taken no other
     gets; the same turn gets it as often as it asks.
+
+    Args:
+        answered: turns whose answer an episode that goes on has heard already. No other turn gets that, too.
     """
     known: defaultdict[tuple[int, int], dict[int, PartialCompletion]] = defaultdict(dict)
     reported: dict[tuple[InGroup, int], PartialCompletion] = {}
@@ -183,8 +190,9 @@ def resume_from(partials: Mapping[InGroup, PartialCompletion], generate: Generat
             taken[(episode, turn), checksum] = known[episode, checksum].pop(turn, None)
         for (episode, turn), checksum in new:
             same_prompt = known[episode, checksum]
-            if taken[(episode, turn), checksum] is None and same_prompt:
-                taken[(episode, turn), checksum] = same_prompt.pop(min(same_prompt))
+            open_turns = [other for other in same_prompt if (episode, other) not in answered]
+            if taken[(episode, turn), checksum] is None and open_turns:
+                taken[(episode, turn), checksum] = same_prompt.pop(min(open_turns))
 
     async def generate_the_rest(requests: list[GenerationRequest]) -> list[Completion]:
         keys = [(request.request_id.in_group, prompt_checksum(request.prompt_ids)) for request in requests]

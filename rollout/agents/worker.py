@@ -21,7 +21,7 @@ from rollout.events.event import finite
 from rollout.events.kinds import EpisodeEnded, EpisodeStarted, RewardEnded, RewardStarted
 from rollout.events.log import SILENT, EventLog
 from rollout.progress import Attempt, EpisodesOpen, GroupMessage, Move, ReplicaLost
-from rollout.request_ids import RequestId
+from rollout.request_ids import InGroup, RequestId
 from rollout.rewards.base import RewardResult, read_checksum
 from rollout.rewards.dapo import overlong_penalty
 from rollout.rewards.outcome import settled
@@ -103,13 +103,14 @@ class Relay:
 
     def __init__(self, generate: GenerateGroup, attempt: Attempt, on_lost: Callable[[], object] = lambda: None):
         self._on_lost = on_lost
+        self._answered: set[InGroup] = set()
         self._moved = asyncio.Event()
         self.move(generate, attempt)
 
     def move(self, generate: GenerateGroup, attempt: Attempt) -> None:
         """Send requests to another replica from now on, and with them those that wait."""
         self._attempt, self._replica = attempt, generate
-        self._generate = resume_from(attempt.partials, generate)
+        self._generate = resume_from(attempt.partials, generate, self._answered)
         self.lost: ReplicaLostError | None = None
         """The loss of the present replica."""
         self._moved.set()
@@ -119,7 +120,9 @@ class Relay:
         while True:
             moved = self._moved
             try:
-                return await self._generate([self._named(request) for request in requests])
+                completions = await self._generate([self._named(request) for request in requests])
+                self._answered.update(request.request_id.in_group for request in requests)
+                return completions
             except ReplicaLostError as error:
                 # The old replica may fail some requests only after the move: they know by their own event.
                 if not moved.is_set() and self.lost is None:

@@ -216,7 +216,7 @@ class HarnessLoop:
         sequences, was_limited = transcript.sequences(), session.budget.limit_reached is not None
         result = self._result(session, where, returned)
         if was_limited and self._on_limit is OnLimit.zero:
-            result = RewardResult(reward=0.0)
+            result = RewardResult(reward=0.0, metrics={} if result is None else result.metrics)
             sequences = tuple(replace(sequence, turn_rewards=()) for sequence in sequences)
         if was_limited and self._on_limit is OnLimit.mask:
             sequences = tuple(replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask)) for sequence in sequences)

@@ -96,7 +96,7 @@ def find_checkpoint(config: Config, run_dir: Path, report: Callable[[str], None]
         _refuse_another_adapter(config.model.lora, checkpoint)
         if not (checkpoint.path / snapshot_file(SUPERVISED)).exists():  # which has no reference, teacher or critic
             _refuse_itself(config, checkpoint, run_dir)
-            _refuse_without_critic(config.algorithm, checkpoint)
+            _refuse_another_critic(config.algorithm, checkpoint)
     return checkpoint
 
 
@@ -134,13 +134,16 @@ def _refuse_another_shape(model: ModelConfig, checkpoint: Checkpoint) -> None:
             raise ConfigError(f"model.{key}={ours}: the checkpoint {checkpoint.path} was trained with {theirs}")
 
 
-def _refuse_without_critic(algorithm: AlgorithmConfig, checkpoint: Checkpoint) -> None:
-    """Raise ConfigError for a run that would go on with a critic which the checkpoint has not."""
-    if algorithm.needs_critic and not checkpoint.has_critic:
-        raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage}: the checkpoint {checkpoint.path} has no critic; a new run "
-            f"with model=hf model.path={checkpoint.path} begins with its weights and a new critic"
-        )
+def _refuse_another_critic(algorithm: AlgorithmConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError for a run that would go on with a critic which the checkpoint has not, or without one which is
+    part of what its proof says of the weights."""
+    if algorithm.needs_critic == checkpoint.has_critic:
+        return
+    has, critic = ("no", " and a new critic") if algorithm.needs_critic else ("a", "")
+    raise ConfigError(
+        f"algorithm.advantage={algorithm.advantage}: the checkpoint {checkpoint.path} has {has} critic; a new run "
+        f"with model=hf model.path={checkpoint.path} begins with its weights{critic}"
+    )
 
 
 def _refuse_another_adapter(lora: LoraConfig, checkpoint: Checkpoint) -> None:

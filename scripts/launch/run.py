@@ -187,12 +187,10 @@ class Training:
         await self.replica_check.compare(self.first_step)
         if self.first_step == 0:
             await self._evaluate(0, "before the first step")
-        is_evaluated = self.first_step == 0 or recorder.is_evaluated(self.first_step)
         console.stage("training")
         with ending_early(loop, console.message):
             async with checkpointer:
-                steps = loop.run(self.first_step, is_evaluated=is_evaluated)
-                await run_with_background(steps, background=[self.rollouter.run()])
+                await run_with_background(loop.run(self.first_step), background=[self.rollouter.run()])
         for group in self.rollouter.left_over():
             recorder.record_discarded(group)
         await self._evaluate(config.trainer.total_steps, "after the last step")

@@ -141,7 +141,7 @@ async def train(loop: TrainLoop, first_step: int) -> None:
     total_steps = loop.config.trainer.total_steps
     if first_step == 0:
         await _validate(loop, 0)
-    await loop.run(first_step, is_evaluated=loop.recorder.is_evaluated(first_step))
+    await loop.run(first_step)
     if not loop.has_ended_early:
         await _validate(loop, total_steps)
 

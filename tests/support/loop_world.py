@@ -47,6 +47,7 @@ class World:
     due: tuple[int, ...] = ()
     """Steps with a checkpoint."""
     finish_reasons: list[str] = field(default_factory=lambda: ["stop"] * 4)
+    newest_evaluated: int = -1
     batches: list[StepBatch] = field(default_factory=list)
     scored: list[StepBatch] = field(default_factory=list)
     records: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -234,7 +235,6 @@ def run(  # noqa: PLR0913
     algorithm: AlgorithmConfig | None = None,
     max_skipped_steps: int = 3,
     first_step: int = 0,
-    is_evaluated: bool = True,
     mini_batches: int = 1,
     epochs: int = 1,
     demonstrations: DemonstrationStream | None = None,
@@ -269,7 +269,7 @@ def run(  # noqa: PLR0913
     )
     world.end_early = loop.end_early
     try:
-        asyncio.run(loop.run(first_step, is_evaluated=is_evaluated))
+        asyncio.run(loop.run(first_step))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return world

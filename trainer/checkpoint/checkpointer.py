@@ -47,6 +47,15 @@ def is_first_update_after(every: int, global_steps: int, interval: int) -> bool:
     return is_update and global_steps // every > (global_steps - interval) // every
 
 
+def newest_update_after(every: int, global_steps: int, interval: int) -> int:
+    """Return the newest version up to `global_steps` of which `is_first_update_after` is true, or 0.
+
+    Example: every=4, interval=3 -> 0 up to 5, then 6, 6, 6, 9, ...
+    """
+    versions = range(global_steps, 0, -1) if every > 0 else ()
+    return next((version for version in versions if is_first_update_after(every, version, interval)), 0)
+
+
 @dataclass(kw_only=True, eq=False)
 class Checkpointer:
     """Saves one checkpoint at a time: `stage` while nothing trains, then `commit`, which returns at once.

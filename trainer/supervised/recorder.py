@@ -67,6 +67,10 @@ class SupervisedRecorder(RunRecorder):
     def is_evaluated(self, global_steps: int) -> bool:
         return any(step == global_steps for step, _ in self.counts.losses)
 
+    @property
+    def newest_evaluated(self) -> int:
+        return max((step for step, _ in self.counts.losses), default=-1)
+
     def record_step(
         self,
         global_steps: int,

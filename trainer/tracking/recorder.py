@@ -174,6 +174,11 @@ class RunRecorder:
         return any(step == global_steps for step, _ in self.counts.accuracies)
 
     @property
+    def newest_evaluated(self) -> int:
+        """The newest version whose evaluation has been recorded, or -1."""
+        return max((step for step, _ in self.counts.accuracies), default=-1)
+
+    @property
     def _seconds(self) -> float:
         return self.counts.seconds + time.perf_counter() - self._started
 

@@ -364,14 +364,14 @@ def test_an_evaluation_that_fails_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first_step", "is_evaluated", "expected"),
-    [(2, False, [2, 4]), (2, True, [4]), (3, False, [4]), (0, False, [2, 4]), (6, False, [])],
+    ("first_step", "evaluated", "expected"),
+    [(2, 0, [2, 4]), (2, 2, [4]), (3, 0, [3, 4]), (3, 2, [4]), (0, -1, [2, 4]), (1, 0, [2, 4]), (6, 4, [])],
 )
-def test_a_resumed_loop_begins_with_the_evaluation_that_its_checkpoint_still_lacks(
-    first_step: int, is_evaluated: bool, expected: list[int]
+def test_a_resumed_loop_begins_with_an_evaluation_that_was_due_and_has_not_ended(
+    first_step: int, evaluated: int, expected: list[int]
 ) -> None:
-    world = World(live=first_step)
-    run(world, total_steps=6, eval_every=2, first_step=first_step, is_evaluated=is_evaluated)
+    world = World(live=first_step, newest_evaluated=evaluated)
+    run(world, total_steps=6, eval_every=2, first_step=first_step)
     assert [step for step, _ in world.evaluations] == expected
     assert list(world.records) == list(range(first_step + 1, 7))
     if first_step in expected:

@@ -75,9 +75,9 @@ class WandbSink:
             continues: the folder of the run that this one goes on from, which may be `run_dir`.
         """
         self._file = run_dir / STATE_FILE
-        self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1}  # the last that it has
+        # The last that it has.
+        self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1, "elapsed": 0.0}
         self._run: Run | None = None
-        self._elapsed = 0.0
         self._takes_tables = True
         self._staging: str | None = None  # what DATA_DIR was set to
         self._makes_view = wandb.workspace and wandb.mode is WandbMode.online
@@ -185,9 +185,9 @@ class WandbSink:
         kind = "evaluation" if EVALUATED & metrics.keys() else "step"
         if step <= self._known[kind]:
             return
-        self._elapsed = metrics.get(ELAPSED, self._elapsed)
+        elapsed = self._known["elapsed"] = metrics.get(ELAPSED, self._known.get("elapsed", 0.0))
         histograms = {} if samples is None else {name: _histogram(one) for name, one in samples.histograms.items()}
-        self._run.log({STEPS: step, ELAPSED: self._elapsed, **metrics, **histograms})
+        self._run.log({STEPS: step, ELAPSED: elapsed, **metrics, **histograms})
         if samples is not None and samples.rows and self._takes_tables:
             self._log_table(step, samples)
         self._known[kind] = step

@@ -165,6 +165,20 @@ async def test_one_that_cannot_be_replaced_is_tried_again_while_others_serve() -
     assert sorted(rotation.serving) == ["a'", "b"]
 
 
+async def test_one_that_cannot_be_replaced_is_tried_again_while_another_starts() -> None:
+    async def replace(lost: str) -> str:
+        await asyncio.sleep(1 if lost == "a" else 2)
+        if lost == "a" and now() < AGAIN_S:
+            raise OSError("no room")
+        return lost + "'"
+
+    rotation = Rotation("ab", replace)
+    rotation.lose("a")
+    rotation.lose("b")
+    await asyncio.sleep(AGAIN_S + 5)
+    assert sorted(rotation.serving) == ["a'", "b'"]
+
+
 async def test_one_that_cannot_be_replaced_is_missed_only_when_it_is_the_last() -> None:
     rotation = Rotation("ab", Starts(fails=True).replace)
     rotation.lose("a")

@@ -12,7 +12,7 @@ from configs.schema import AlgorithmConfig, Config, RolloutConfig
 from rollout.agents.loop import AgentLoop, Episode, EpisodeTask, GenerateGroup, SingleTurn
 from rollout.agents.worker import AgentWorker, Relay
 from rollout.errors import NoTokensError, ReplicaLostError
-from rollout.progress import Attempt, EpisodesOpen
+from rollout.progress import Attempt, EpisodesOpen, PartialCompletion, prompt_checksum
 from rollout.request_ids import RequestId
 from rollout.rewards.base import Reward, RewardResult
 from rollout.types import (
@@ -26,7 +26,7 @@ from rollout.types import (
     VersionSpan,
 )
 from tests.support.chat_models import base_tokenizer
-from tests.support.fakes import make_prompt, now, run_virtual, settle
+from tests.support.fakes import make_completion, make_prompt, now, run_virtual, settle
 from tests.support.letters import EOS, FakeReplica, FakeTokenizer
 from tests.support.rewards import CountsCalls, threaded
 from tests.support.rollouts import group_of
@@ -453,6 +453,32 @@ async def test_requests_end_on_the_replica_of_the_present_attempt_and_nowhere_wh
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+async def test_an_answer_that_an_episode_has_is_not_the_one_to_another_request_of_its_prompt() -> None:
+    """The second of three requests of one prompt, as best of n makes them, is under way when the replica dies. The
+    third is made after the move."""
+    requests = [replace(REQUEST, request_id=replace(NAME, turn=turn)) for turn in range(3)]
+    dying, asked = DyingReplica(), list[int]()
+
+    async def alive(requests: list[GenerationRequest]) -> list[Completion]:
+        asked.extend(request.request_id.turn for request in requests)
+        return [EMPTY] * len(requests)
+
+    async def alive_for_the_first(requests: list[GenerationRequest]) -> list[Completion]:
+        return await (dying if requests[0].request_id.turn else alive)(requests)
+
+    relay = Relay(alive_for_the_first, Attempt())
+    await relay(requests[:1])
+    asking = asyncio.create_task(relay(requests[1:2]))
+    dying.dies.set()
+    await settle()
+    checksum, completion = prompt_checksum(REQUEST.prompt_ids), make_completion([5], [3], "stop")
+    first = PartialCompletion(prompt_checksum=checksum, completion=completion)
+    relay.move(alive, Attempt(number=1, partials={(2, 0): first}))
+    await asking
+    assert await relay(requests[2:]) == [EMPTY] and asked == [0, 1, 2]
+    assert await relay(requests[:1]) == [completion], "the same one hears it again"
 
 
 async def test_what_cannot_end_requests_is_cancelled() -> None:

@@ -228,7 +228,10 @@ def test_a_model_of_another_shape_and_a_critic_that_was_not_trained_are_refused(
     with pytest.raises(ConfigError, match=re.escape(message.format(tmp_path / "checkpoints" / "step_000020"))):
         find(tmp_path, "auto", **changes)
     save(tmp_path, 40, part="critic", size=ModelSize(num_layers=3, num_experts=4))
-    assert find(tmp_path, "auto", algorithm__advantage="gae", model__num_layers=3, model__num_experts=4)[0] is not None
+    same = {"model__num_layers": 3, "model__num_experts": 4}
+    assert find(tmp_path, "auto", algorithm__advantage="gae", **same)[0] is not None
+    with pytest.raises(ConfigError, match=r"advantage=grpo: the checkpoint .*_000040 has a critic; a new run"):
+        find(tmp_path, "auto", **same)
 
 
 @pytest.mark.parametrize("lora", [LORA, LoraConfig(rank=4)])

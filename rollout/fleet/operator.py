@@ -1,10 +1,9 @@
 """Replicas that come and go during a run: replacements of lost ones, and changes that an operator asks for."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
 
 from rollout.fleet.control import FleetControl
 from rollout.fleet.fleet import ReplicaFleet
@@ -50,13 +49,8 @@ class FleetOperator:
         async with asyncio.TaskGroup() as self._tasks:
             while True:
                 replica = self.fleet.replicas[await self.fleet.wanted.get()]
-                replica.starting = self._task(self._bring_up(replica))
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        if self._tasks is None:
-            work.close()
-            raise RuntimeError("replicas come and go only while the run is training")
-        return self._tasks.create_task(work)
+                if not replica.is_dead:  # it was removed meanwhile
+                    replica.starting = self._tasks.create_task(self._bring_up(replica))
 
     async def _bring_up(self, replica: Replica) -> None:
         """Start one replica. A failure counts as a loss: another one is tried, within rollout.max_replacements."""
@@ -87,8 +81,10 @@ class FleetOperator:
     async def drain(self, name: str) -> None:
         """Route nothing more to the replica, and remove it when its requests are done, or after `drain_timeout_s`.
         Returns at once."""
+        if self._tasks is None:
+            raise RuntimeError("replicas come and go only while the run is training")
         await self.fleet.drain(name)
-        self._task(self._end_when_empty(name))
+        self._tasks.create_task(self._end_when_empty(name))
 
     async def remove(self, name: str) -> None:
         """Return when the replica has ended."""

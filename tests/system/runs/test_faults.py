@@ -104,6 +104,7 @@ def test_replicas_that_die_hang_come_and_go(tmp_path: Path, tiny_model: Path, mo
         assert last["rollout/replicas_ready"] >= 1 and last["rollout/recovery_s"] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model: Path) -> None:
     """No training needs the replica at that moment: before the first step, and after the last."""
@@ -129,7 +130,10 @@ def test_the_only_replica_may_die_under_an_evaluation(tmp_path: Path, tiny_model
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("own cluster", marks=pytest.mark.nightly), "own cluster, killed with it", "standing cluster"],
+    [
+        *(pytest.param(how, marks=pytest.mark.nightly) for how in ("own cluster", "standing cluster")),
+        "own cluster, killed with it",
+    ],
 )
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path, tiny_model: Path, how: str) -> None:
     overrides = [*small(tiny_model), "trainer.total_steps=100000", "trainer.eval_every=0"]

@@ -12,7 +12,7 @@ from tests.support.whole_runs import END_DEADLINE_S, START_DEADLINE_S, check_tok
 RANK = 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_replicas_serve_the_weights_with_the_adapter_and_are_sent_the_adapter(tmp_path: Path, tiny_model: Path) -> None:
     """Two steps on policy: every token of the second was sampled by merged weights. Nothing is held out."""

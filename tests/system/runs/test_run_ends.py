@@ -32,7 +32,9 @@ VICTIMS = {"replica actor": "ray::Replica", "raylet": "raylet/raylet"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [pytest.param("reward", marks=pytest.mark.nightly), "replica actor", "raylet"])
+@pytest.mark.parametrize(
+    "who", [*(pytest.param(who, marks=pytest.mark.nightly) for who in ("reward", "replica actor")), "raylet"]
+)
 def test_a_crash_ends_the_run_with_its_error(tmp_path: Path, tiny_model: Path, who: str) -> None:
     """Exit code 1 within 30 s, the first error on the console, nothing left behind."""
     overrides = [*small(tiny_model, CRASH_REWARDS[who]), "trainer.total_steps=100000", "trainer.eval_every=0"]

@@ -156,7 +156,9 @@ SHELL_CALLS["mini-swe-agent"] = SHELL_CALLS["opencode"]
 LOOKS = "touch made && echo it is $((6 * 7)) in $PWD"
 
 
-@pytest.mark.parametrize("name", SHELL_CALLS)
+@pytest.mark.parametrize(
+    "name", [name if name == "claude-code" else pytest.param(name, marks=pytest.mark.nightly) for name in SHELL_CALLS]
+)
 def test_a_named_agent_does_its_work_in_a_sandbox(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

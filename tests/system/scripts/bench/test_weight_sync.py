@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def test_pause_and_keep_at_the_smallest_size() -> None:

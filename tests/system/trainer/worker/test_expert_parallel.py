@@ -83,7 +83,7 @@ def test_two_ranks_learn_as_one_that_has_all_experts(
         assert_same(found, one_rank(Job(CONFIG, paths[family], packed(steps, 1))), paths[family])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_ranks_one_expert_each_recomputed_and_in_another_layout(
     paths: dict[str, str], steps: list[list[TrajectoryGroup]], tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_an_update_is_what_a_fresh_engine_loads(family: str, engine_spec: Engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_adapters_of_experts_become_what_a_fresh_engine_loads(
     family: str, engine_spec: EngineSpec, tmp_path: Path
 ) -> None:

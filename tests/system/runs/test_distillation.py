@@ -96,7 +96,7 @@ def test_a_teacher_that_dies_is_replaced_and_what_it_was_to_score_is_scored(
     tmp_path: Path, tiny_model: Path, another_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its only replica, while groups of several turns are scored; the run waits for the replacement."""
-    num_steps = 30
+    num_steps = 10
     with started(
         tmp_path,
         *small(tiny_model),

@@ -22,7 +22,7 @@ from trainer.tracking.sinks import read_metrics
 pytestmark = pytest.mark.slow
 
 NUM_QUESTIONS = 12
-STEPS = 40
+STEPS = 15
 """The steps of the run whose retriever dies: enough for it to be still under way when that is back."""
 OUTAGE_DEADLINE_S = 120
 SMALL = [

@@ -43,7 +43,7 @@ def test_every_token_equals_its_tag(host: EngineHost, native: bool) -> None:
         async def one(index: int) -> Completion:
             await asyncio.sleep(chance.random() * 2.5)
             return await host.engine.generate(
-                request(prompt(index, chance.randint(3, 200)), max_tokens=chance.randint(1, 400))
+                request(prompt(index, chance.randint(3, 200)), max_tokens=chance.randint(1, 700))
             )
 
         async def updates() -> None:
@@ -68,7 +68,7 @@ def test_every_token_equals_its_tag(host: EngineHost, native: bool) -> None:
         asker = asyncio.create_task(ask())
         blocker = asyncio.create_task(block_the_loop())
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(4 * MAX_NUM_SEQS)]
+            tasks = [group.create_task(one(index)) for index in range(5 * MAX_NUM_SEQS)]
             group.create_task(updates())
         blocker.cancel()
         assert not asker.done() and sum(map(len, partials)) > MAX_NUM_SEQS

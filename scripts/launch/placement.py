@@ -7,7 +7,7 @@ replica that it is for, or with the run.
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -284,7 +284,7 @@ def node_ids(group: PlacementGroup) -> list[str]:
     return [nodes[index] for index in sorted(nodes) if nodes[index]]
 
 
-async def _all(reserve: Callable[[], Awaitable[PlacementGroup]], count: int) -> list[PlacementGroup]:
+async def _all(reserve: Callable[[], Coroutine[None, None, PlacementGroup]], count: int) -> list[PlacementGroup]:
     async with asyncio.TaskGroup() as tasks:
         reserving = [tasks.create_task(reserve()) for _ in range(count)]
     return [task.result() for task in reserving]

@@ -167,7 +167,7 @@ class Placement:
         # Ray's own strategies spread the bundles of one group. A group per replica can end with it; hence the hint,
         # which Ray follows while that node has room.
         async with self._choosing:
-            target = None if home else choose_node(await asyncio.to_thread(self._nodes), bundle)
+            target = None if home else choose_node(await self._nodes(), bundle)
             asked = (target or "", bundle)
             self._asked.append(asked)
         only = [{"ray.io/node-id": home} if home else {}]
@@ -212,24 +212,27 @@ class Placement:
         while ray.cluster_resources().get("CPU", 0) < agents + reserved:
             await asyncio.sleep(LOOK_S)
 
-    def _nodes(self) -> list[Node]:
+    async def _nodes(self) -> list[Node]:
         """Return the nodes that are alive."""
         held: dict[str, Counter[str]] = defaultdict(Counter)
         num_replicas: Counter[str] = Counter()
-        for group, bundle in self._every():
-            for node_id in node_ids(group):
-                held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
-                num_replicas[node_id] += group != self.trainer
-        for node_id, bundle in [*self._asked]:
+        for node_id, bundle in self._asked:
             held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
             num_replicas[node_id] += 1
+        reserved = self._every()  # at the same moment: what is asked for becomes reserved meanwhile
+        # In threads, which wait where the head does not answer.
+        nodes = await asyncio.to_thread(ray.nodes)
+        for group, bundle in reserved:
+            for node_id in await asyncio.to_thread(node_ids, group):
+                held[node_id].update(bundle)  # pyright: ignore[reportArgumentType]
+                num_replicas[node_id] += group != self.trainer
         return [
             Node(
                 node_id=node_id,
                 free={name: node["Resources"].get(name, 0) - held[node_id][name] for name in ("CPU", "GPU")},
                 num_replicas=num_replicas[node_id],
             )
-            for node in ray.nodes()
+            for node in nodes
             if node["Alive"] and (node_id := node["NodeID"])
         ]
 

@@ -11,12 +11,14 @@ A checkpoint is removed marker first. So a crash at any moment leaves each check
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import pickle
 import re
 import shutil
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Mapping
@@ -31,6 +33,7 @@ TRAIN_FOLDER = "train"
 MODEL_FOLDER = "model"
 METADATA = ".metadata"
 """File of TRAIN_FOLDER that rank 0 writes when all ranks have written: a pickle that says what lies in which shard."""
+ABANDON_TRIES, ABANDON_PAUSE_S = 5, 0.2
 CRITIC = "critic"
 """The beginning of the names of what a critic has learned, in TRAIN_FOLDER."""
 CHUNK = 2**22
@@ -166,9 +169,14 @@ class CheckpointStore:
                 self._remove(path)
 
     def abandon(self, aside: Path) -> None:
-        """Remove what was written aside, if it exists."""
-        if aside.exists():
-            self._remove(aside)
+        """Remove what was written aside, if it exists. A call of a train worker that has died may still add to it."""
+        for left in reversed(range(ABANDON_TRIES)):
+            try:
+                return self._remove(aside) if aside.exists() else None
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY or not left:
+                    raise
+            time.sleep(ABANDON_PAUSE_S)
 
     def remove_leftovers(self) -> None:
         """Remove the folders of saves that a crash interrupted. No save may be running."""

@@ -9,6 +9,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +427,19 @@ def test_a_checkpoint_that_is_removed_loses_its_marker_first_and_on_the_disk(
     else:
         events = noted(monkeypatch, lambda: store.abandon(first.path))
     assert events[:3] == [("unlink", first.path / MARKER), ("sync", first.path), ("rmtree", first.path)]
+
+
+def test_what_a_dead_worker_still_writes_aside_is_removed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last file comes while the folder is emptied."""
+    store = CheckpointStore(tmp_path)
+    aside, remove, tries = store.begin(4), shutil.rmtree, count()
+
+    def too_early(path: Path) -> None:
+        if next(tries) < 2:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path)
+
+    monkeypatch.setattr("trainer.checkpoint.store.shutil.rmtree", too_early)
+    store.abandon(aside)
+    assert list(tmp_path.iterdir()) == []
+    store.abandon(aside)

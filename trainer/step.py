@@ -41,7 +41,7 @@ class AssembledStep:
     """[T] bool, of the loss tokens of all groups: those of `credit`, whose trajectories take part in the loss."""
 
     def sampled(self, result: StepResult) -> TrainedTokens | None:
-        """[T] Return the training signals of all loss tokens of the groups. The demonstrations follow the groups'
+        """Return the training signals [T] of all loss tokens of the groups. The demonstrations follow the groups'
         tokens, and are not part of the records."""
         if result.tokens is None:
             return None

@@ -167,7 +167,7 @@ class TrainLoop:
         self._started = time.perf_counter()
         due = newest_update_after(self.config.trainer.eval_every, first_step, self.config.weight_sync.interval)
         async with asyncio.TaskGroup() as tasks:  # waits for the last step and evaluation; an error of theirs ends it
-            if self.recorder.newest_evaluated < due:
+            if due and self.recorder.newest_evaluated < due:
                 await self._begin_evaluation(first_step, tasks)
             for global_steps in range(first_step, self.config.trainer.total_steps):
                 await self._step(global_steps, tasks)

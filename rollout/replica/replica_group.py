@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -31,7 +32,6 @@ from rollout.replica.replica import RolloutReplica
 from rollout.replica.sampled_log import SampledLog
 from rollout.sampled_tokens import new_record
 from rollout.types import FloatArray, GenerationRequest, IntArray
-from weight_sync import background
 from weight_sync.protocol import Manifest
 
 P = ParamSpec("P")
@@ -205,7 +205,7 @@ class ReplicaHandle:
             actor, *engine = self._processes
             kill_processes([*engine, actor] if is_stopped(actor) else engine)
         if (group := self._group) is not None:  # which waits where the cluster's head does not answer
-            background.start("reservation", lambda: remove_placement_group(group))
+            threading.Thread(target=remove_placement_group, args=(group,), daemon=True).start()
 
 
 def engine_env(spec: EngineSpec) -> dict[str, str]:

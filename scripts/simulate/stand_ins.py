@@ -68,6 +68,8 @@ class NoTokenizer:
 class Nothing:
     """No records."""
 
+    newest_evaluated = -1
+
     def record_step(
         self, global_steps: int, metrics: Any, groups: Any, advantages: Any, tokens: Any = None, evidence: Any = None
     ) -> None: ...

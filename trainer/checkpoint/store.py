@@ -34,7 +34,7 @@ MODEL_FOLDER = "model"
 METADATA = ".metadata"
 """File of TRAIN_FOLDER that rank 0 writes when all ranks have written: a pickle that says what lies in which shard."""
 ABANDON_TRIES, ABANDON_PAUSE_S = 5, 0.2
-"""How often it is tried to remove a folder into which something is still written, and the seconds between."""
+"""The number of tries to remove a folder into which something is still written, and the seconds between them."""
 CRITIC = "critic"
 """The beginning of the names of what a critic has learned, in TRAIN_FOLDER."""
 CHUNK = 2**22

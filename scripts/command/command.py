@@ -349,11 +349,11 @@ def ending_early(loop: "TrainLoop", say: Callable[[str], None]) -> Iterator[None
         say(f"{SAVING.name}: saves a checkpoint after this step, and ends")
         loop.end_early()
 
-    task, handles = asyncio.current_task(), asyncio.get_running_loop()
+    task, event_loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    handles.add_signal_handler(SAVING, end)
+    event_loop.add_signal_handler(SAVING, end)
     yield
-    handles.add_signal_handler(SAVING, task.cancel)  # nothing is left that could be saved
+    event_loop.add_signal_handler(SAVING, task.cancel)  # as `run_async` has it: nothing is left that could be saved
     if loop.has_ended_early:
         raise asyncio.CancelledError
 

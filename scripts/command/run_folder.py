@@ -48,8 +48,9 @@ class Holder:
     """The start time of the process, in seconds since the epoch: another process may get its id later."""
     since: str
     slurm_job: str = ""
-    """The Slurm job that it is of, and below how often that was queued again."""
+    """The Slurm job of the process; empty outside of Slurm."""
     slurm_restarts: int = 0
+    """The times that this job had been queued again before."""
 
     @classmethod
     def this_process(cls) -> Self:
@@ -69,8 +70,8 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """True where the process is known to have ended. On another host that is one of an earlier start of this Slurm
-        job, all of whose processes Slurm has ended."""
+        """True where the process is known to have ended. On another host nothing is known, except of an earlier start
+        of the same Slurm job: Slurm ends all its processes before it starts the job again."""
         if not self.is_here:
             this = Holder.this_process()
             return self.slurm_job == this.slurm_job != "" and self.slurm_restarts < this.slurm_restarts

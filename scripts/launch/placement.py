@@ -102,8 +102,9 @@ class Placement:
         self._reserved: list[tuple[PlacementGroup, Resources]] = []
         """The reservations of all replicas until now, the teacher's too. Ray knows which of them have ended."""
         self._asked: list[tuple[str, Resources]] = []
-        """The node that was chosen for each reservation that Ray has not made yet."""
+        """The node that was chosen for each reservation that Ray has not made yet; empty where none was."""
         self._choosing = asyncio.Lock()
+        """Held while a node is chosen: two choices at once would not know of one another, and take the same node."""
 
     async def reserve(self) -> None:
         """Make the first reservations. In a cluster that runs already, nodes may still join.

@@ -75,7 +75,7 @@ class WandbSink:
             continues: the folder of the run that this one goes on from, which may be `run_dir`.
         """
         self._file = run_dir / STATE_FILE
-        # The last that it has.
+        # The newest step and evaluation that wandb has, and the run's seconds at the newest step.
         self._known: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "step": -1, "evaluation": -1, "elapsed": 0.0}
         self._run: Run | None = None
         self._takes_tables = True

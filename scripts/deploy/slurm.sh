@@ -12,8 +12,8 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@600
 set -euo pipefail
-was_warned=""
-trap 'was_warned=yes' USR1 # also before there is a run
+was_warned="" run=""
+trap 'was_warned=yes; [ -z "$run" ] || kill -USR1 "$run" || true' USR1 # the warning may come before there is a run
 cd "$SLURM_SUBMIT_DIR"
 
 # The address of this host for others: the one of its name in Slurm, which some systems know as 127.0.1.1 themselves.
@@ -69,7 +69,7 @@ if [ -z "$was_warned" ]; then
   # Not by srun: that would hand the signals to the processes of Ray as well.
   .venv/bin/python -m scripts "$command" "$@" &
   run=$!
-  trap 'was_warned=yes; kill -USR1 "$run" || true' USR1
+  [ -z "$was_warned" ] || kill -USR1 "$run"
   while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done # a signal ends a wait, and not the run
   code=0
   wait "$run" || code=$?
